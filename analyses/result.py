@@ -1,0 +1,294 @@
+"""What every result owes: labelled arrays, its claims, its provenance, one file on disk.
+
+A result is a frozen value. It prints as a line a reader can use, turns into a data frame, saves to
+one JSON file and loads back equal; reports are a function of that JSON alone. Nothing here imports
+torch: a saved result is read, printed and rendered without the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import xarray as xr
+
+from headstream.analyses.evidence import Claim, Evidence
+from headstream.models.errors import ResultError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from headstream.models.decoder import Decoder
+
+SCHEMA = "headstream.result/1"
+
+# Which class reads which kind; modules named here import without torch.
+_KINDS = {
+    "patching": "headstream.analyses.patching.result:PatchingResult",
+    "heads": "headstream.analyses.kinds:HeadsResult",
+    "decomposition": "headstream.analyses.kinds:DecompositionResult",
+    "audit": "headstream.analyses.kinds:AuditResult",
+}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a number comes from: enough to run it again.
+
+    Attributes:
+        model: the name it was loaded by.
+        weights_sha256: hash over the sorted (name, dtype, shape, bytes) of its weights.
+        config: the decoder's configuration, as `DecoderConfig.to_json` writes it.
+        card: the model's card, if it has one.
+        backend, dtype, device, seed: how it was run.
+        versions: of Python and of the packages that compute.
+        command: the command line that was typed, if any.
+    """
+
+    model: str
+    weights_sha256: str
+    config: Mapping[str, Any]
+    backend: str
+    dtype: str
+    device: str
+    seed: int | None
+    versions: Mapping[str, str]
+    card: Mapping[str, Any] = field(default_factory=dict)
+    command: str | None = None
+
+    @classmethod
+    def of(cls, model: Decoder, *, seed: int | None, backend: str | None = None) -> Provenance:
+        """Provenance of a run of `model`."""
+        return cls(
+            model=model.name,
+            weights_sha256=model.weights_sha256(),
+            config=json.loads(model.config.to_json()),
+            backend=backend or model.backend,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            seed=seed,
+            versions={"python": platform.python_version()}
+            | {
+                name: metadata.version(name)
+                for name in ("headstream", "torch", "transformer-lens", "numpy", "scipy")
+            },
+            card=dict(model.card or {}),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Base of all results.
+
+    Attributes:
+        title: what was asked, as a heading.
+        data: labelled arrays, float64 while computing; stored as shortest float32.
+        provenance: where it comes from.
+        claims: what follows, each with its evidence.
+        details: everything else that the reader needs, as plain JSON values.
+    """
+
+    kind: ClassVar[str] = ""
+
+    title: str
+    data: xr.Dataset
+    provenance: Provenance
+    claims: tuple[Claim, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The finding as one sentence, with its interval and number of examples."""
+        return self.title
+
+    def to_frame(self) -> pd.DataFrame:
+        """The labelled arrays as a pandas data frame, one row a cell."""
+        return self.data.to_dataframe().reset_index()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}: {self.summary()}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole result as plain JSON values; `from_json` reads it back."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "title": self.title,
+            "provenance": dataclasses.asdict(self.provenance),
+            "claims": [_claim_to_json(claim) for claim in self.claims],
+            "details": _plain(self.details),
+            "coords": {str(name): _array_to_json(self.data[name]) for name in self.data.coords},
+            "data": {str(name): _array_to_json(self.data[name]) for name in self.data.data_vars},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Build the result that `to_json` wrote."""
+        return cls(
+            title=value["title"],
+            data=xr.Dataset(
+                {name: _array_from_json(item) for name, item in value["data"].items()},
+                coords={name: _array_from_json(item) for name, item in value["coords"].items()},
+            ),
+            provenance=Provenance(**value["provenance"]),
+            claims=tuple(_claim_from_json(item) for item in value["claims"]),
+            details=value["details"],
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result to `path` as one JSON file: whole, or not at all."""
+        return write_whole(path, dump_json(self.to_json()))
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Read a result that `Result.save` wrote.
+
+    Raises:
+        ResultError: if the file is missing, is not JSON, or is of another schema or kind.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResultError(f"cannot read a result from '{path}': {error}") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ResultError(f"'{path}' is not a saved result: {error}") from None
+    return result_from_json(value, source=str(path))
+
+
+def result_from_json(value: Any, *, source: str = "the value") -> Result:
+    """The result of whatever kind `value` says it is.
+
+    Raises:
+        ResultError: if the schema is not ours, is newer, or the kind or a field is unknown.
+    """
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if not isinstance(schema, str) or not schema.startswith("headstream.result/"):
+        raise ResultError(f"{source} is not a headstream result: schema is {schema!r}")
+    if schema != SCHEMA:
+        raise ResultError(
+            f"{source} has schema {schema!r}, this version reads {SCHEMA!r}",
+            hint="read it with the version of headstream that wrote it",
+        )
+    kind = value.get("kind")
+    if kind not in _KINDS:
+        raise ResultError(
+            f"{source} is of unknown kind {kind!r}", hint=nearest(str(kind), _KINDS)
+        )
+    module, name = _KINDS[kind].split(":")
+    reader: Callable[[Any], Result] = getattr(importlib.import_module(module), name).from_json
+    try:
+        return reader(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResultError(f"{source} is a damaged {kind} result: {error!r}") from None
+
+
+def dump_json(value: Any) -> str:
+    """JSON text with no spaces and no NaN, keys in the order given: same value, same bytes."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` beside `path` and move it into place, so that no half file is ever seen."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ResultError(
+            f"cannot write '{path}': folder '{path.parent}' does not exist", hint="create it first"
+        )
+    if path.is_dir():
+        raise ResultError(f"cannot write '{path}': it is a folder", hint="name a file in it")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def shortest(value: float) -> float | None:
+    """The float32 nearest to `value` in its shortest decimal form; None for NaN and infinities.
+
+    The number under the cursor, in the table and in the file then agree to the last digit.
+    """
+    single = np.float32(value)
+    return float(str(single)) if np.isfinite(single) else None
+
+
+def _claim_to_json(claim: Claim) -> dict[str, Any]:
+    value = dataclasses.asdict(claim)
+    value["evidence"] = str(claim.evidence)
+    if claim.value is not None:
+        value["value"] = shortest(claim.value)
+    if claim.interval is not None:
+        value["interval"] = [shortest(end) for end in claim.interval]
+    return value
+
+
+def _claim_from_json(value: Mapping[str, Any]) -> Claim:
+    fields = dict(value)
+    fields["evidence"] = Evidence(fields["evidence"])
+    if fields["interval"] is not None:
+        fields["interval"] = tuple(fields["interval"])
+    return Claim(**fields)
+
+
+def _array_to_json(array: xr.DataArray) -> dict[str, Any]:
+    values = np.asarray(array.values)
+    kind = values.dtype.kind
+    flat: list[Any]
+    if kind == "f":
+        flat = [shortest(value) for value in values.ravel().tolist()]
+    elif kind in "iub":
+        flat = values.ravel().tolist()
+    else:
+        flat = [str(value) for value in values.ravel().tolist()]
+    return {
+        "dims": [str(dim) for dim in array.dims],
+        "shape": list(values.shape),
+        "type": {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(kind, "str"),
+        "attrs": _plain(array.attrs),
+        "values": flat,
+    }
+
+
+def _array_from_json(value: Mapping[str, Any]) -> xr.Variable:
+    dtype = {"float": np.float64, "int": np.int64, "bool": np.bool_, "str": np.str_}[value["type"]]
+    flat = [np.nan if item is None else item for item in value["values"]]
+    array = np.array(flat, dtype=dtype).reshape(value["shape"])
+    return xr.Variable(tuple(value["dims"]), array, attrs=value["attrs"])
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it: tuples as lists, numpy numbers as Python's, floats shortest."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        return shortest(float(value))
+    if value is None or isinstance(value, str):
+        return value
+    raise ResultError(f"a result cannot hold a {type(value).__name__}: {value!r}")

@@ -1,0 +1,2 @@
+from .config import DecoderConfig as DecoderConfig
+from .decoder import Decoder as Decoder
