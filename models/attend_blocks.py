@@ -1,0 +1,191 @@
+"""The online softmax: attention tile by tile, never the query_pos x key_pos matrix.
+
+For one block of queries the key blocks are read from left to right, with scores S of the tile:
+
+    m' = max(m, rowmax S)      running maximum, -inf at the start
+    r  = exp(m - m')           <= 1, rescales what was summed under the old maximum
+    P  = exp(S - m')
+    l' = r l + rowsum P        running normaliser
+    O' = r O + P V             running numerator
+    at the end  z = O / l,  lse = m + log l
+
+The backward pass forms each tile again from q, k and lse instead of keeping it.
+
+Source: Milakov & Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (arXiv 2205.14135), 2023
+(arXiv 2307.08691). We differ in that lse is differentiable and rows with nothing to read are
+defined (z = 0, lse = -inf).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headstream.models.attend_naive import check_heads, check_mask, widen
+from headstream.models.errors import BackendError
+
+BLOCK = 256
+
+
+def attend_blocks(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    scale: float,
+    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    block_size: int = BLOCK,
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """Causal attention by the block loop; arguments and results as in `attend_flash`.
+
+    Any float dtype and device; z and lse are both differentiable, in O(n) memory.
+
+    Raises:
+        ShapeError: as `attend_naive`.
+        BackendError: if `block_size` is not positive.
+    """
+    check_heads(q, k)
+    check_mask(k, key_mask)
+    if block_size < 1:
+        raise BackendError(
+            f"block_size is {block_size}", hint="give a positive number of positions"
+        )
+    batch, query_pos, heads, d_head = q.shape
+    kv_heads = k.shape[2]
+    # One kv_head serves a group of neighbouring query heads; the group is an axis, not a copy.
+    grouped = widen(q).reshape(batch, query_pos, kv_heads, heads // kv_heads, d_head)
+    z, lse = _Blocks.apply(
+        grouped.permute(0, 2, 3, 1, 4),
+        widen(k).transpose(1, 2),
+        widen(v).transpose(1, 2),
+        key_mask,
+        scale,
+        block_size,
+    )
+    z = z.permute(0, 3, 1, 2, 4).reshape(batch, query_pos, heads, v.shape[3])
+    return z.to(v.dtype), lse.reshape(batch, heads, query_pos)
+
+
+def merge(
+    z_1: Float[Tensor, "batch query_pos head d_value"],
+    lse_1: Float[Tensor, "batch head query_pos"],
+    z_2: Float[Tensor, "batch query_pos head d_value"],
+    lse_2: Float[Tensor, "batch head query_pos"],
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """Attention over the union of two disjoint key sets, from attention over each.
+
+    lse = log(exp lse_1 + exp lse_2), z = exp(lse_1 - lse) z_1 + exp(lse_2 - lse) z_2. Where both
+    sets are empty (-inf), z = 0 and lse = -inf.
+    """
+    empty = torch.isneginf(lse_1) & torch.isneginf(lse_2)
+    # logaddexp of two -inf has a NaN gradient: such rows never enter it.
+    lse = torch.logaddexp(lse_1.masked_fill(empty, 0.0), lse_2.masked_fill(empty, 0.0))
+    share_1, share_2 = (
+        torch.exp(part - lse).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
+        for part in (lse_1, lse_2)
+    )
+    z = share_1 * z_1 + share_2 * z_2
+    return z, lse.masked_fill(empty, -torch.inf)
+
+
+class _Blocks(torch.autograd.Function):
+    """The loop and its gradient, on q [batch, kv_head, group, query_pos, d_head]."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        z = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_full(q.shape[:-1], -torch.inf)
+        for rows in blocks_of(q.shape[3], block_size):
+            z[..., rows, :], lse[..., rows] = _one_query_block(
+                q, k, v, key_mask, scale, block_size, rows
+            )
+        return z, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, key_mask, ctx.scale, ctx.block_size = inputs
+        z, lse = output
+        ctx.save_for_backward(q, k, v, key_mask, z, lse)
+
+    @staticmethod
+    def backward(ctx: Any, grad_z: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """P = exp(S - lse); dV = P^T dO; dS = P (dO V^T - D + dlse); dQ = c dS K; dK = c dS^T Q."""
+        q, k, v, key_mask, z, lse = ctx.saved_tensors
+        scale, block_size = ctx.scale, ctx.block_size
+        # D_i = sum_d dO_id O_id; the upstream gradient of lse enters dS beside it.
+        shift = grad_lse - (grad_z * z).sum(-1)
+        finite = lse.masked_fill(torch.isneginf(lse), 0.0)
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows in blocks_of(q.shape[3], block_size):
+            for cols in visible_blocks(rows, q.shape[3], k.shape[2], block_size):
+                query, out = q[..., rows, :].flatten(2, 3), grad_z[..., rows, :].flatten(2, 3)
+                key, value = k[..., cols, :], v[..., cols, :]
+                scores = _tile(q, k, key_mask, scale, rows, cols)
+                pattern = torch.exp(scores - finite[..., rows, None]).flatten(2, 3)
+                grad_pattern = out @ value.mT
+                grad_scores = pattern * (grad_pattern + shift[..., rows].flatten(2, 3)[..., None])
+                grad_v[..., cols, :] += pattern.mT @ out
+                grad_k[..., cols, :] += scale * (grad_scores.mT @ query)
+                grad_q[..., rows, :] += scale * (grad_scores @ key).unflatten(2, (q.shape[2], -1))
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _one_query_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    block_size: int,
+    rows: slice,
+) -> tuple[Tensor, Tensor]:
+    """z and lse of the queries `rows`, reading the key blocks from left to right."""
+    shape = q[..., rows, 0].shape
+    maximum = q.new_full(shape, -torch.inf)
+    normaliser = q.new_zeros(shape)
+    numerator = q.new_zeros(*shape, v.shape[-1])
+    for cols in visible_blocks(rows, q.shape[3], k.shape[2], block_size):
+        scores = _tile(q, k, key_mask, scale, rows, cols)
+        new_maximum = torch.maximum(maximum, scores.amax(-1))
+        # While a row has read nothing its maximum is -inf, and -inf - (-inf) is NaN.
+        finite = new_maximum.masked_fill(torch.isneginf(new_maximum), 0.0)
+        rescale = torch.exp(maximum - finite)
+        weights = scores.sub_(finite[..., None]).exp_()
+        normaliser = rescale * normaliser + weights.sum(-1)
+        weighted = (weights.flatten(2, 3) @ v[..., cols, :]).unflatten(2, (q.shape[2], -1))
+        numerator = rescale[..., None] * numerator + weighted
+        maximum = new_maximum
+    empty = normaliser == 0
+    z = numerator / normaliser.masked_fill(empty, 1.0)[..., None]
+    return z, maximum + torch.log(normaliser)
+
+
+def _tile(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float, rows: slice, cols: slice
+) -> Tensor:
+    """Scores [batch, kv_head, group, rows, cols], -inf where the edge is not allowed."""
+    query, key = q[..., rows, :], k[..., cols, :]
+    scores = (query.flatten(2, 3) @ key.mT).unflatten(2, (q.shape[2], -1)) * scale
+    first = k.shape[2] - q.shape[3]
+    if cols.stop > first + rows.start + 1:
+        own = torch.arange(first + rows.start, first + rows.stop, device=q.device)
+        later = torch.arange(cols.start, cols.stop, device=q.device) > own[:, None]
+        scores.masked_fill_(later, -torch.inf)
+    if key_mask is not None:
+        scores.masked_fill_(~key_mask[:, None, None, None, cols], -torch.inf)
+    return scores
+
+
+def blocks_of(length: int, block_size: int) -> list[slice]:
+    """Slices that cover `length` positions, the last one shorter if need be."""
+    return [slice(start, min(start + block_size, length)) for start in range(0, length, block_size)]
+
+
+def visible_blocks(rows: slice, query_pos: int, key_pos: int, block_size: int) -> list[slice]:
+    """Key blocks of which some query in `rows` may see a part: those in the future are left out."""
+    return blocks_of(key_pos - query_pos + rows.stop, block_size)

@@ -1,0 +1,168 @@
+"""Attention without the query_pos x key_pos matrix: the same z and lse as `attend_naive`.
+
+Two kernels give the same numbers:
+
+- `fused`: torch's CPU kernel, which also returns the natural log-sum-exp of each row (a plain
+  number: it carries no gradient);
+- `blocks`: the online softmax written out in `attend_blocks`, for everything the kernel refuses.
+
+`auto` takes the fused kernel wherever it is right; `why_not_fused` says in words where it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headstream.models.attend_blocks import BLOCK, attend_blocks, merge
+from headstream.models.attend_naive import check_heads, check_mask, widen
+from headstream.models.errors import BackendError
+
+Kernel = Literal["auto", "fused", "blocks"]
+
+
+def attend_flash(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    scale: float,
+    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    kernel: Kernel = "auto",
+    block_size: int = BLOCK,
+    need_lse_grad: bool = False,
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """Causal attention in O(query_pos + key_pos) memory; meanings as in `attend_naive`.
+
+    Args:
+        q: queries, the last `query_pos` of the `key_pos` positions.
+        k: keys.
+        v: values; their width need not be the keys'.
+        scale: what q . k is multiplied by.
+        key_mask: True where a key may be read; None lets every key be read.
+        kernel: "fused", "blocks", or "auto" for fused where it is right.
+        block_size: side of a tile of the block loop; no effect on the fused kernel.
+        need_lse_grad: whether a gradient will be asked of the returned lse.
+    Returns:
+        `z` in the dtype of `v`, differentiable, and the natural log-sum-exp of each row in float32
+        (float64 for float64 inputs), differentiable if `need_lse_grad`. A row that may read nothing
+        has z = 0 and lse = -inf.
+    Raises:
+        ShapeError: as `attend_naive`.
+        BackendError: if `kernel` is not one of the three, or is "fused" and the fused kernel
+            cannot do it.
+    """
+    check_heads(q, k)
+    check_mask(k, key_mask)
+    if kernel not in ("auto", "fused", "blocks"):
+        raise BackendError(f"no flash kernel {kernel!r}", hint="use 'auto', 'fused' or 'blocks'")
+    if kernel != "blocks":
+        refusal = why_not_fused(q, k, v, key_mask=key_mask, need_lse_grad=need_lse_grad)
+        if refusal is None:
+            return _attend_fused(q, k, v, scale=scale, key_mask=key_mask)
+        if kernel == "fused":
+            raise BackendError(
+                f"the fused kernel cannot do this: {refusal}", hint="use kernel='auto' or 'blocks'"
+            )
+    return attend_blocks(q, k, v, scale=scale, key_mask=key_mask, block_size=block_size)
+
+
+def why_not_fused(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    need_lse_grad: bool = False,
+) -> str | None:
+    """The reason why the fused kernel would fail or be wrong here, or None if it is right."""
+    if q.device.type != "cpu":
+        return f"it runs on the CPU and the inputs are on {q.device}"
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        return "an axis is empty, on which the kernel divides by zero"
+    if need_lse_grad:
+        return "its log-sum-exp carries no gradient"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if 1 < q.shape[1] < k.shape[1]:
+            return (
+                f"with {q.shape[1]} queries on {k.shape[1]} keys two calls are merged by their "
+                "log-sum-exp, which carries no gradient"
+            )
+        if key_mask is not None and bool(_nothing_to_read(q.shape[1], key_mask).any()):
+            return "a row may read no key, where the kernel's gradient is NaN"
+    return None
+
+
+def _attend_fused(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    scale: float,
+    key_mask: Bool[Tensor, "batch key_pos"] | None,
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """The kernel's causal mask is right for as many queries as keys; a cache needs two calls."""
+    query_pos, key_pos = q.shape[1], k.shape[1]
+    past = key_pos - query_pos
+    if past == 0:
+        return _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=True)
+    if query_pos == 1:
+        return _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=False)
+    past_mask, own_mask = (None, None)
+    if key_mask is not None:
+        past_mask, own_mask = key_mask[:, :past], key_mask[:, past:]
+    z, lse = merge(
+        *_kernel(q, k[:, :past], v[:, :past], scale=scale, key_mask=past_mask, causal=False),
+        *_kernel(q, k[:, past:], v[:, past:], scale=scale, key_mask=own_mask, causal=True),
+    )
+    return z.to(v.dtype), lse
+
+
+def _kernel(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    scale: float,
+    key_mask: Bool[Tensor, "batch key_pos"] | None,
+    causal: bool,
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """One call of torch's kernel, with its traps taken out."""
+    d_value, dtype = v.shape[3], v.dtype
+    # It wants one width for q, k and v; zeros added to a width change no product.
+    width = max(q.shape[3], d_value)
+    query, key, value = (_heads_first(widen(x), width) for x in (q, k, v))
+    bias = None
+    if key_mask is not None:
+        bias = torch.zeros(key_mask.shape, dtype=query.dtype, device=query.device)
+        # [batch, 1, 1, key_pos] is broadcast over the queries inside the kernel.
+        bias = bias.masked_fill(~key_mask, -torch.inf)[:, None, None, :]
+    z, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    z = z.transpose(1, 2)[..., :d_value]
+    if key_mask is not None:
+        # The kernel reports lse = 0 for a row that may read nothing, as if it were a value.
+        rows = q.shape[1] if causal else 1
+        lse = lse.masked_fill(_nothing_to_read(rows, key_mask)[:, None, :], -torch.inf)
+    return z.to(dtype), lse
+
+
+def _heads_first(
+    x: Float[Tensor, "batch pos heads d"], width: int
+) -> Float[Tensor, "batch heads pos {width}"]:
+    """[batch, heads, pos, width] with a dense last axis: the kernel ignores its stride."""
+    if x.shape[3] < width:
+        x = torch.nn.functional.pad(x, (0, width - x.shape[3]))
+    x = x.transpose(1, 2)
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _nothing_to_read(
+    query_pos: int, key_mask: Bool[Tensor, "batch key_pos"]
+) -> Bool[Tensor, "batch {query_pos}"]:
+    """True for the rows, the last `query_pos` of all positions, with no allowed key up to them."""
+    return key_mask.cumsum(dim=1)[:, key_mask.shape[1] - query_pos :] == 0
