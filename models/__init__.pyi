@@ -1,2 +1,9 @@
 from .config import DecoderConfig as DecoderConfig
 from .decoder import Decoder as Decoder
+from .errors import HeadstreamError as HeadstreamError
+from .hooks import capture as capture
+from .hooks import edited as edited
+from .kv_cache import KVCache as KVCache
+from .names import hook_table as hook_table
+from .store import load as load
+from .zoo.registry import list_models as list_models

@@ -21,11 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-
 from headstream.models.attend_naive import check_heads, check_mask, widen
 from headstream.models.errors import BackendError
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 BLOCK = 256
 
@@ -170,7 +169,7 @@ def _tile(
 ) -> Tensor:
     """Scores [batch, kv_head, group, rows, cols], -inf where the edge is not allowed."""
     query, key = q[..., rows, :], k[..., cols, :]
-    scores = (query.flatten(2, 3) @ key.mT).unflatten(2, (q.shape[2], -1)) * scale
+    scores = ((scale * query).flatten(2, 3) @ key.mT).unflatten(2, (q.shape[2], -1))
     first = k.shape[2] - q.shape[3]
     if cols.stop > first + rows.start + 1:
         own = torch.arange(first + rows.start, first + rows.stop, device=q.device)

@@ -76,9 +76,7 @@ def hook_table(config: DecoderConfig) -> dict[str, HookSpec]:
         table[attn + "hook_lse"] = HookSpec(("batch", "head", "query_pos"), writable=False)
         table[attn + "hook_pattern"] = HookSpec(SQUARE, naive_only=True)
         table[attn + "hook_z"] = HookSpec(("batch", "pos", "head", "d_head"))
-        table[attn + "hook_result"] = HookSpec(
-            ("batch", "pos", "head", "d_model"), on_request=True
-        )
+        table[attn + "hook_result"] = HookSpec(("batch", "pos", "head", "d_model"), on_request=True)
         table[block + "hook_attn_out"] = HookSpec(STREAM)
         if config.has_mlp:
             table[block + "hook_resid_mid"] = HookSpec(STREAM)

@@ -1,0 +1,157 @@
+"""A model on disk: a folder of plain files, written whole or not at all, never pickled.
+
+weights.safetensors   the state dict, and nothing that follows from the configuration
+config.json           DecoderConfig
+card.json             name, weights_sha256, and what is known about the model
+vocab.json            list of strings, if the model has one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from headstream.models.config import DecoderConfig
+from headstream.models.decoder import Decoder, build
+from headstream.models.errors import HeadstreamError, StoreError
+from headstream.models.zoo.registry import path_of
+from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def save(model: Decoder, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write `model` to `folder`, which then exists complete or (after an error) not at all.
+
+    Args:
+        overwrite: replace a folder that holds a model; any other existing folder is refused.
+    Raises:
+        StoreError: if the parent is missing, or the folder exists and may not be replaced.
+    """
+    target = Path(folder)
+    if not target.parent.is_dir():
+        raise StoreError(
+            f"cannot save to '{target}': folder '{target.parent}' does not exist",
+            hint="create it first",
+        )
+    if target.exists() and not (overwrite and (target / "config.json").is_file()):
+        raise StoreError(
+            f"cannot save to '{target}': it exists",
+            hint="choose another folder, or overwrite=True to replace a saved model",
+        )
+    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        _write(model, staging, target.name)
+        umask = os.umask(0)
+        os.umask(umask)
+        staging.chmod(0o777 & ~umask)
+        if target.exists():
+            retired = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.")) / "old"
+            target.rename(retired)
+            staging.rename(target)
+            shutil.rmtree(retired.parent)
+        else:
+            staging.rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return target
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """A model of the zoo, by name, or one that `save` wrote, by folder.
+
+    Args:
+        name_or_path: a zoo name (`headstream models` lists them) or a folder.
+        dtype: of the weights; None keeps what was saved.
+        device: where to put them.
+    Raises:
+        StoreError: for a name that is neither (the zoo and the nearest are named), a missing or
+            damaged file, keys too many or too few, or weights that do not match their card.
+    """
+    given = Path(name_or_path)
+    folder = given if given.is_dir() else path_of(str(name_or_path))
+    try:
+        config = DecoderConfig.from_json(_read(folder / "config.json"))
+        model = build(config, _read_weights(folder / "weights.safetensors"))
+        if (folder / "vocab.json").exists():
+            model.vocab = _read_json(folder / "vocab.json", list)
+    except StoreError:
+        raise
+    except HeadstreamError as error:
+        raise StoreError(f"'{folder}' holds no usable model: {error}") from None
+    if (folder / "card.json").exists():
+        model.card = _read_json(folder / "card.json", dict)
+        expected, found = model.card.get("weights_sha256"), model.weights_sha256()
+        if expected is not None and expected != found:
+            raise StoreError(
+                f"the weights in '{folder}' are not the ones its card describes: "
+                f"SHA-256 {found[:12]}..., expected {str(expected)[:12]}...",
+                hint="restore the weights, or train the model again",
+            )
+    model.name = str((model.card or {}).get("name", folder.name))
+    return model.to(device=device, dtype=dtype or model.dtype)
+
+
+def _write(model: Decoder, folder: Path, name: str) -> None:
+    # Tensors that share storage (none do here, but a user may tie some) are refused by safetensors.
+    weights = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
+    safetensors.torch.save_file(weights, folder / "weights.safetensors")
+    (folder / "config.json").write_text(model.config.to_json() + "\n", encoding="utf-8")
+    card = {"name": name} | (model.card or {})
+    if model.name != "unnamed":
+        card["name"] = model.name
+    card["weights_sha256"] = model.weights_sha256()
+    (folder / "card.json").write_text(
+        json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    if model.vocab is not None:
+        (folder / "vocab.json").write_text(
+            json.dumps(model.vocab, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+
+def _state(model: Decoder) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StoreError(f"'{path}' is missing", hint="a model folder is written by save") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"'{path}' cannot be read: {error}") from None
+
+
+def _read_json(path: Path, kind: type) -> Any:
+    try:
+        value = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise StoreError(f"'{path}' is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise StoreError(f"'{path}' must hold a JSON {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        weights: dict[str, Tensor] = safetensors.torch.load(path.read_bytes())
+    except FileNotFoundError:
+        raise StoreError(f"'{path}' is missing", hint="a model folder is written by save") from None
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"'{path}' is damaged: {error}") from None
+    return weights
