@@ -1,0 +1,1 @@
+"""The ledger of statements and the checks behind them; `ledger.audit` runs them."""

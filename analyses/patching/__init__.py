@@ -1,0 +1,1 @@
+"""Causal patching: tasks, sites, engines, inference."""

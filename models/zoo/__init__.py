@@ -1,0 +1,1 @@
+"""Models whose circuits are known: generators, tasks, recipes, and the shipped checkpoints."""

@@ -1,0 +1,119 @@
+"""The command line. Nothing here loads torch: commands import what they need when they run.
+
+Exit codes: 0 done; 1 done, but a check failed; 2 usage; 3 input that cannot be used; 130 stopped.
+A traceback means a bug in headstream (or `--debug`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+import headstream
+from headstream.console import complain
+from headstream.models.errors import HeadstreamError, StoreError
+from headstream.models.zoo.registry import path_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every command takes."""
+
+    as_json: bool
+    seed: int
+    quiet: bool
+    debug: bool
+
+    @property
+    def progress(self) -> bool:
+        return not self.quiet
+
+
+class Model(click.ParamType):
+    """A zoo name or a model folder, checked before anything heavy is loaded."""
+
+    name = "model"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> str:
+        from pathlib import Path
+
+        if (Path(value) / "config.json").is_file():
+            return str(value)
+        if Path(value).is_dir():
+            self.fail(f"folder '{value}' holds no model: it has no config.json", param, context)
+        try:
+            path_of(str(value))
+        except StoreError as error:
+            self.fail(str(error), param, context)
+        return str(value)
+
+
+@click.group(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "HEADSTREAM",
+        "max_content_width": 100,
+    }
+)
+@click.version_option(headstream.__version__, prog_name="headstream")
+def cli() -> None:
+    """Take a decoder-only transformer apart, and say how well each statement about it is known.
+
+    MODEL is a name that `headstream models` lists, or a folder written by `save` or `train`.
+    Start with: headstream report induction-2l -o report.html
+    """
+
+
+def common(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that every command takes; the command gets them as one `Options`."""
+
+    @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout, nothing else.")
+    @click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(function)
+    def wrapped(as_json: bool, seed: int, quiet: bool, debug: bool, **arguments: Any) -> Any:
+        return function(Options(as_json, seed, quiet, debug), **arguments)
+
+    return wrapped
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: run the command and exit with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; errors are printed, not raised."""
+    from headstream import commands  # noqa: F401  registers them
+
+    as_json = "--json" in arguments
+    try:
+        code = cli.main(args=list(arguments), prog_name="headstream", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.ClickException as error:
+        usage = f"{error.ctx.command_path} --help" if _has_context(error) else "headstream --help"
+        complain(error.format_message(), f"see {usage}", "UsageError", as_json=as_json)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        complain("stopped", "", "Interrupted", as_json=as_json)
+        return 130
+    except HeadstreamError as error:
+        if "--debug" in arguments:
+            raise
+        complain(error.message, error.hint, type(error).__name__, as_json=as_json)
+        return 3
+
+
+def _has_context(error: click.ClickException) -> bool:
+    return isinstance(error, click.UsageError) and error.ctx is not None
