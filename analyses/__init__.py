@@ -1,4 +1,7 @@
-"""Experiments: tasks, interventions, results with their evidence. Names load on first use; `__init__.pyi` lists them."""
+"""Experiments: tasks, interventions, results with their evidence.
+
+Names load on first use; `__init__.pyi` lists them.
+"""
 
 import lazy_loader
 

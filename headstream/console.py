@@ -1,4 +1,4 @@
-"""What the commands print: plain tables and one-line errors. stdout is the answer, stderr the rest."""
+"""What the commands print: tables and one-line errors. stdout is the answer, stderr the rest."""
 
 from __future__ import annotations
 

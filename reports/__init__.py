@@ -1,4 +1,4 @@
-"""Results to one HTML file. Names load on first use; `__init__.pyi` lists them."""
+"""From results to one HTML file. Names load on first use; `__init__.pyi` lists them."""
 
 import lazy_loader
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from headstream.analyses.claims.ledger import Finding, Subject, check
 from headstream.models.hooks import capture
 

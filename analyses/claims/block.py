@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
 from headstream.circuits.residual import decompose_residual
 from headstream.models.hooks import capture

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
+
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
 from headstream.models.hooks import capture
 from headstream.models.kv_cache import KVCache
@@ -39,7 +42,7 @@ def _cache_is_valid(subject: Subject) -> Finding:
     cuts = [0, length // 2, length // 2 + 1, length]
     pieces = [
         model(tokens[:, start:stop], attention_mask=subject.mask[:, start:stop], kv_cache=cache)
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+        for start, stop in pairwise(cuts)
     ]
     whole = model(tokens, attention_mask=subject.mask)
     return Finding.between(torch.cat(pieces, 1), whole, "logits", "example pos token")

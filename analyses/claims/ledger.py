@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import xarray as xr
+from jaxtyping import Bool, Int
+from torch import Tensor
+
 from headstream.analyses.evidence import Claim, Evidence, proven
 from headstream.analyses.kinds import AuditResult
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
-from jaxtyping import Bool, Int
-from torch import Tensor
 
 # Sums of some hundred float64 terms of order one round at about 1e-14; 1e-10 leaves room for depth
 # and width and is still a million times below what any wrong formula gives.
