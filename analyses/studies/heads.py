@@ -1,0 +1,78 @@
+"""Which heads stand out? The census of `circuits.heads` as a result with its claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstream.analyses.evidence import Claim, measured, unknown
+from headstream.analyses.kinds import HeadsResult
+from headstream.analyses.result import Provenance
+from headstream.circuits.heads import HeadCensus, score_heads
+from headstream.models.decoder import Decoder
+from headstream.models.names import head_name
+
+# What a label is measured by, and how the claim says it.
+_SENTENCES = {
+    "previous-token": ("previous_token", "attends to the token before"),
+    "duplicate-token": ("duplicate_token", "attends to earlier copies of the same token"),
+    "current-token": ("current_token", "attends to its own token"),
+    "induction pattern": (
+        "induction",
+        "attends to the token after an earlier copy, wherever it stands",
+    ),
+    "sink": ("sink", "rests on the first token"),
+}
+
+
+def heads(model: Decoder, *, seed: int = 0, **options: Any) -> HeadsResult:
+    """Score every head of `model` and say what stands out from chance.
+
+    Args:
+        seed: of the random sequences.
+        options: as for `circuits.heads.score_heads`.
+    """
+    return heads_result(model, score_heads(model, seed=seed, **options), seed=seed)
+
+
+def heads_result(model: Decoder, census: HeadCensus, *, seed: int) -> HeadsResult:
+    """A census with a MEASURED claim for each head that has a label, and what stays UNKNOWN."""
+    data = census.data
+    claims: list[Claim] = []
+    n = int(census.details["n"])
+    for layer in data["layer"].values.tolist():
+        for head in data["head"].values.tolist():
+            label = str(data["label"].sel(layer=layer, head=head).item())
+            if label == "none":
+                continue
+            score, sentence = _SENTENCES[label]
+            at = {"score": score, "layer": layer, "head": head}
+            chance = float(data["chance"].sel(score=score))
+            claims.append(
+                measured(
+                    f"heads.{head_name(layer, head)}",
+                    f"{head_name(layer, head)} {sentence}",
+                    value=float(data["score"].sel(at)),
+                    unit="attention mass",
+                    n=n,
+                    interval=(float(data["low"].sel(at)), float(data["high"].sel(at))),
+                    reason=f"chance level {chance:.3f}; nothing was intervened on",
+                    where="heads",
+                )
+            )
+    if any(str(label) == "induction pattern" for label in data["label"].values.ravel()):
+        claims.append(
+            unknown(
+                "heads.I1",
+                "that the induction pattern is what copies the answer",
+                reason="a pattern is not an effect: the patching rows say which heads move the "
+                "answer; cutting all such heads together would settle it",
+                where="heads",
+            )
+        )
+    return HeadsResult(
+        title=f"Head census of {model.name}",
+        data=data,
+        provenance=Provenance.of(model, seed=seed),
+        claims=tuple(claims),
+        details=census.details,
+    )

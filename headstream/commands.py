@@ -1,0 +1,263 @@
+"""The commands: models, heads, report, audit, train. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headstream.cli import Model, Options, cli, common
+from headstream.console import answer, table
+from headstream.models.errors import StoreError
+from headstream.models.zoo.registry import list_models, path_of
+
+if TYPE_CHECKING:
+    from headstream.analyses.result import Result
+
+_SCORES = ["previous_token", "duplicate_token", "current_token", "induction", "sink", "copying"]
+
+
+@cli.command()
+@click.argument("name", required=False, type=Model())
+@common
+def models(options: Options, name: str | None) -> None:
+    """List the shipped models, or show the card of one."""
+    if name is None:
+        cards = list_models()
+        rows = [[card.name, str(card.card["purpose"])] for card in cards]
+        value = [{"name": card.name, "sha256": card.weights_sha256, **card.card} for card in cards]
+        answer(value, table(["name", "what it is for"], rows), as_json=options.as_json)
+        return
+    folder = Path(name) if (Path(name) / "config.json").is_file() else path_of(name)
+    try:
+        card: dict[str, Any] = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise StoreError(f"'{folder}' has no readable card.json: {error}") from None
+    lines = [f"{key}: {_words(value)}" for key, value in card.items()]
+    answer(card, "\n".join(lines), as_json=options.as_json)
+
+
+@cli.command()
+@click.argument("model", type=Model())
+@click.option(
+    "--sort",
+    type=click.Choice(_SCORES),
+    default="induction",
+    show_default=True,
+    help="Score that decides the order.",
+)
+@common
+def heads(options: Options, model: str, sort: str) -> None:
+    """Score every head of MODEL: what it attends to, beside what chance would give."""
+    from headstream.analyses.studies.heads import heads as census_of
+    from headstream.models.store import load
+
+    result = census_of(load(model), seed=options.seed)
+    data = result.data
+    order = sorted(
+        ((int(layer), int(head)) for layer in data["layer"] for head in data["head"]),
+        key=lambda at: -_sortable(data["score"].sel(score=sort, layer=at[0], head=at[1])),
+    )
+    rows = []
+    for layer, head in order:
+        cells = data.sel(layer=layer, head=head)
+        scores = [_number(cells["score"].sel(score=score)) for score in _SCORES]
+        rows.append([f"L{layer}H{head}", *scores, str(cells["label"].item())])
+    chance = ["chance", *(_number(data["chance"].sel(score=score)) for score in _SCORES), ""]
+    text = table(["head", *(s.removesuffix("_token") for s in _SCORES), "label"], [*rows, chance])
+    note = (
+        f"{result.details['n']} random sequences, seed {options.seed}; MEASURED: a pattern is not "
+        "an effect"
+    )
+    answer(result.to_json(), f"{text}\n{note}", as_json=options.as_json)
+
+
+@cli.command()
+@click.argument("model", type=Model())
+@common
+def audit(options: Options, model: str) -> int:
+    """Check on MODEL what algebra says of every decoder; exit 1 if a check fails."""
+    from headstream.analyses.claims.ledger import audit as run_audit
+    from headstream.models.store import load
+
+    result = run_audit(load(model), seed=options.seed)
+    rows = []
+    for row in result.details["rows"]:
+        if not row["applies"]:
+            rows.append([row["id"], "-", "-", f"does not apply: {row['reason']}"])
+            continue
+        label = "PROVEN" if row["passed"] else "FAILED"
+        rows.append([row["id"], label, f"{row['largest_error']:.1e}", row["statement"]])
+    text = table(["id", "label", "error", "statement"], rows)
+    answer(result.to_json(), f"{text}\n{result.summary()}, in float64", as_json=options.as_json)
+    return 1 if result.failed else 0
+
+
+@cli.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("-o", "--output", required=True, metavar="FILE", help="HTML file, or - for stdout.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--title", help="Heading of the report.")
+@click.option("-n", "n_pairs", default=64, show_default=True, help="Prompt pairs of a zoo task.")
+@click.option(
+    "--pairs",
+    type=click.Path(exists=True, dir_okay=False),
+    help='Your own pairs: lines of {"clean", "corrupted", "answer", "wrong"}.',
+)
+@click.option(
+    "--results",
+    type=click.Path(file_okay=False),
+    help="Also save each result in this folder, to render again without the model.",
+)
+@common
+def report(
+    options: Options,
+    targets: tuple[str, ...],
+    output: str,
+    force: bool,
+    title: str | None,
+    n_pairs: int,
+    pairs: str | None,
+    results: str | None,
+) -> int:
+    """Study TARGET and write one self-contained HTML file.
+
+    A TARGET that is a model (a zoo name or a folder) gets the standard study: audit, patching on
+    the task it was trained for, head census, direct writes. A saved result (a .json file, or a
+    folder of them) is rendered as it is, without the model.
+    """
+    if output != "-":
+        _require_writable(Path(output), force)
+    saved, fresh = _sort_targets(targets)
+    if pairs is not None and not fresh:
+        raise click.UsageError("--pairs needs a model among the targets, got saved results only")
+    from headstream.analyses.result import load_result
+    from headstream.reports.write import render_report, write_report
+
+    found: list[Result] = [load_result(path) for path in saved]
+    for name in fresh:
+        found += _study(options, name, n_pairs, pairs)
+    if results is not None:
+        _save_all(found, Path(results))
+    failed = any(claim.evidence == "FAILED" for result in found for claim in result.claims)
+    if output == "-":
+        click.echo(render_report(found, title=title), nl=False)
+        return int(failed)
+    path = write_report(found, output, title=title)
+    body = path.read_bytes()
+    digest = hashlib.sha256(body).hexdigest()
+    value = {
+        "path": str(path),
+        "bytes": len(body),
+        "sha256": digest,
+        "findings": [result.summary() for result in found],
+        "failed": failed,
+    }
+    lines = [result.summary() for result in found if result.kind == "patching"][:1]
+    lines.append(f"{path}  {len(body):,} bytes  sha256 {digest}")
+    answer(value, "\n".join(lines), as_json=options.as_json)
+    return int(failed)
+
+
+@cli.command()
+@click.argument("recipe")
+@click.option("-o", "--output", required=True, metavar="FOLDER", help="Where to save the model.")
+@click.option("--overwrite", is_flag=True, help="Replace a model that is already there.")
+@common
+@click.pass_context
+def train(
+    context: click.Context, options: Options, recipe: str, output: str, overwrite: bool
+) -> None:
+    """Train a model of the zoo again, by its recipe, and save it to FOLDER."""
+    target = Path(output)
+    if not target.parent.is_dir():
+        raise click.UsageError(f"folder '{target.parent}' does not exist")
+    if target.exists() and not overwrite:
+        raise click.UsageError(f"'{target}' exists; choose another folder, or --overwrite")
+    from headstream.models.store import save
+    from headstream.models.zoo.training import train as run
+
+    given = context.get_parameter_source("seed") is not click.core.ParameterSource.DEFAULT
+    model = run(recipe, seed=options.seed if given else None, progress=options.progress)
+    save(model, target, overwrite=overwrite)
+    card = model.card or {}
+    loss = card.get("loss", {})
+    answer(
+        {"path": str(target), "card": card},
+        f"{target}  sha256 {model.weights_sha256()}\nloss: {_words(loss)}",
+        as_json=options.as_json,
+    )
+
+
+def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list[Result]:
+    from headstream.analyses.patching.task import Task
+    from headstream.analyses.standard import standard_study
+    from headstream.models.store import load
+
+    model = load(name)
+    words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
+    if pairs is not None:
+        words += ["--pairs", Path(pairs).name]
+    return standard_study(
+        model,
+        task=None if pairs is None else Task.from_jsonl(pairs, model),
+        n=n_pairs,
+        seed=options.seed,
+        progress=options.progress,
+        command=shlex.join([*words, "-o", "report.html"]),
+    )
+
+
+def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:
+    """Saved results (files, or the .json files of a folder) and models, before anything is run."""
+    saved: list[Path] = []
+    fresh: list[str] = []
+    for target in targets:
+        path = Path(target)
+        if path.is_file():
+            saved.append(path)
+        elif path.is_dir() and not (path / "config.json").is_file():
+            inside = sorted(path.glob("*.json"))
+            if not inside:
+                raise click.UsageError(f"folder '{target}' holds no model and no saved results")
+            saved += inside
+        else:
+            fresh.append(Model().convert(target, None, None))
+    return saved, fresh
+
+
+def _require_writable(path: Path, force: bool) -> None:
+    if path.exists() and not force:
+        raise click.UsageError(f"'{path}' exists; choose another name, or --force")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"folder '{path.parent}' does not exist")
+    if path.is_dir():
+        raise click.UsageError(f"'{path}' is a folder; name a file")
+
+
+def _save_all(found: list[Result], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, result in enumerate(found):
+        result.save(folder / f"{index:02}-{result.kind}.json")
+
+
+def _number(value: Any) -> str:
+    number = float(value)
+    return "-" if number != number else f"{number:.3f}"
+
+
+def _sortable(value: Any) -> float:
+    number = float(value)
+    return -1.0 if number != number else number
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value)
+    return str(value)
