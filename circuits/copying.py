@@ -1,0 +1,136 @@
+"""Whether a head copies: the eigenvalues of its full OV circuit, and what it does to each token.
+
+    F = W_E W_V W_O W_U                            [d_vocab, d_vocab], never formed
+    score = sum(lambda) / sum(|lambda|)            over the non-zero eigenvalues of F
+
+The non-zero eigenvalues of A B are those of B A, here d_head x d_head. All eigenvalues positive
+(score 1) means that F stretches tokens towards themselves; the authors' own caveat is that this
+does not make every token raise its own logit, since eigenvectors need not be orthogonal. So a
+direct measure stands beside it: the share of tokens s with s among the top k outputs of row s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float
+from torch import Tensor
+
+from headstream.circuits.weights import ov_circuit
+from headstream.models.errors import ShapeError
+
+if TYPE_CHECKING:
+    from headstream.models.decoder import Decoder
+
+# Rows of F held at once: 256 x 50257 float64 is 100 MB.
+_ROWS = 256
+
+
+def copying_score(
+    model: Decoder, *, top: Sequence[int] = (1, 5), n_random: int = 64, seed: int = 0
+) -> xr.Dataset:
+    """How much each head copies the token it attends to, by its weights alone.
+
+    Args:
+        model: the decoder. Norms and biases are left out (`ov_circuit`).
+        top: values of k for the companion measure.
+        n_random: heads drawn for the null's spread: Gaussian W_V and W_O of this shape between
+            the model's own W_E and W_U.
+        seed: of those draws; the global random state is left alone.
+    Returns:
+        Dataset with `score` (layer, head) in [-1, 1], NaN for a head whose circuit has no
+        non-zero eigenvalue (it cannot copy or anti-copy); `top` (k, layer, head), the share of
+        tokens among the top k outputs of their own row; `top_chance` (k), k / d_vocab: exact for
+        a head whose output ignores what it attends to; `expected`, the mean of `score` over
+        Gaussian heads: 0, since turning the sign of W_V turns the sign of the score; `random_low`
+        and `random_high`, between which 95% of the drawn heads fall.
+    Raises:
+        ShapeError: if a k is not in [1, d_vocab].
+    Source:
+        Elhage et al. 2021 (eigenvalue score). Only the embedding stands for the token: with an
+        MLP in layer 0 or tied weights W_E alone describes it poorly.
+    """
+    config = model.config
+    for k in top:
+        if not 1 <= k <= config.d_vocab:
+            raise ShapeError(f"top holds {k}, expected values in [1, {config.d_vocab}]")
+    sites = [(layer, head) for layer in range(config.n_layers) for head in range(config.n_heads)]
+    score = np.empty((config.n_layers, config.n_heads))
+    share = np.empty((len(top), config.n_layers, config.n_heads))
+    for layer, head in sites:
+        circuit = ov_circuit(model, layer, head)
+        left, right = circuit.A.double(), circuit.B.double()
+        score[layer, head] = eigenvalue_score(left, right)
+        share[:, layer, head] = top_share(left, right, top)
+    low, high = random_interval(model, n_random=n_random, seed=seed)
+    return xr.Dataset(
+        {
+            "score": (("layer", "head"), score),
+            "top": (("k", "layer", "head"), share),
+            "top_chance": (("k",), np.array([k / config.d_vocab for k in top])),
+            "expected": 0.0,
+            "random_low": low,
+            "random_high": high,
+        },
+        coords={
+            "layer": range(config.n_layers),
+            "head": range(config.n_heads),
+            "k": list(top),
+        },
+    )
+
+
+def eigenvalue_score(left: Float[Tensor, "n rank"], right: Float[Tensor, "rank n"]) -> float:
+    """sum(lambda) / sum(|lambda|) of `left @ right`; NaN if every eigenvalue is zero.
+
+    Eigenvalues below the square root of float64's precision, relative to the factors, count as
+    zero: rounding alone lends those to a nilpotent product.
+    """
+    left, right = left.double(), right.double()
+    values = torch.linalg.eigvals(right @ left)
+    size = values.abs().sum()
+    floor = torch.finfo(torch.float64).eps ** 0.5 * left.norm() * right.norm()
+    if size <= floor:
+        return float("nan")
+    return float(values.real.sum() / size)
+
+
+def top_share(
+    left: Float[Tensor, "n rank"], right: Float[Tensor, "rank n"], top: Sequence[int]
+) -> list[float]:
+    """For each k, the share of rows s of `left @ right` in which entry s is among the top k.
+
+    An entry that ties with others stands behind them: a row of equal entries is no copying.
+    """
+    n = left.shape[0]
+    hits = torch.zeros(len(top), dtype=torch.float64)
+    for start in range(0, n, _ROWS):
+        rows = left[start : start + _ROWS] @ right
+        own = torch.arange(start, start + len(rows), device=rows.device)
+        value = rows.gather(1, own[:, None])
+        ahead = (rows >= value).sum(1) - 1  # itself
+        for index, k in enumerate(top):
+            hits[index] += (ahead < k).sum().cpu()
+    return (hits / n).tolist()
+
+
+def random_interval(model: Decoder, *, n_random: int, seed: int) -> tuple[float, float]:
+    """Where 95% of Gaussian heads of this model's shape have their eigenvalue score.
+
+    The score depends on W_E and W_U only through the d_model x d_model product W_U W_E.
+    """
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
+    between = (model.W_U.detach().double() @ model.W_E.detach().double()).cpu()
+    shape = (config.d_model, config.d_head)
+    scores = []
+    for _ in range(n_random):
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        out = torch.randn(shape, generator=generator, dtype=torch.float64)
+        scores.append(eigenvalue_score(between @ value, out.T))
+    low, high = np.nanquantile(scores, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,122 @@
+"""The logit lens: what the model would say if it stopped at each layer.
+
+    lens[l] = ln_final(resid_pre of layer l) W_U + b_U        the last row, `final`, is the output
+
+Source: nostalgebraist 2020. The lens reads a stream that later layers were trained to change; what
+it shows of an early layer is a view, not that layer's prediction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float
+from torch import Tensor
+
+from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.hooks import capture
+
+if TYPE_CHECKING:
+    from headstream.models.decoder import Decoder
+
+Scale = Literal["own", "frozen"]
+
+
+def logit_lens(
+    model: Decoder,
+    tokens: Tensor,
+    *,
+    scale: str = "own",
+    top: int | None = None,
+    attention_mask: Tensor | None = None,
+    backend: str | None = None,
+) -> xr.DataArray | xr.Dataset:
+    """Logits read off the stream before every layer, and at the end.
+
+    Args:
+        model: the decoder.
+        tokens: int64 [example, pos], or [pos] as one row.
+        scale: of the final norm. "own": each stream is normalised by its own statistics, as the
+            model would if it stopped there. "frozen": all are divided by the scale of the last
+            stream, which keeps the rows' differences linear in what each layer wrote.
+        top: keep only the `top` largest logits and their tokens.
+        attention_mask: [example, pos], 1 on real tokens.
+        backend: as for the model.
+    Returns:
+        Logits [layer, example, pos, d_vocab], with `layer` labelled "0_pre", "1_pre", ..,
+        "final_post" as in TransformerLens, and attribute `scale`. With `top`: a Dataset with
+        `logit` and `token` [layer, example, pos, rank], the largest first.
+    Raises:
+        ConfigError: if `scale` is not one of the two.
+        ShapeError: if `top` is not in [1, d_vocab].
+    Example:
+        >>> from headstream.models import Decoder, DecoderConfig
+        >>> model = Decoder(
+        ...     DecoderConfig(n_layers=1, n_heads=1, d_model=4, d_head=4, d_vocab=3, n_ctx=5)
+        ... )
+        >>> logit_lens(model, torch.tensor([[0, 1]])).sizes["layer"]
+        2
+    """
+    if scale not in get_args(Scale):
+        raise ConfigError(
+            f"scale must be 'own' or 'frozen', got {scale!r}", hint=nearest(scale, get_args(Scale))
+        )
+    config = model.config
+    if top is not None and not 1 <= top <= config.d_vocab:
+        raise ShapeError(f"top must lie in [1, {config.d_vocab}] = [1, d_vocab], got {top}")
+    last = f"blocks.{config.n_layers - 1}.hook_resid_post"
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(config.n_layers)] + [last]
+    if config.norm != "none":
+        names.append("ln_final.hook_scale")
+    with torch.no_grad():
+        _, acts = capture(model, tokens, names, attention_mask=attention_mask, backend=backend)
+        frozen = acts.pop("ln_final.hook_scale", None) if scale == "frozen" else None
+        rows, ids = [], []
+        for name in names[: config.n_layers + 1]:
+            logits = _read(model, acts[name], frozen)
+            if top is not None:
+                logits, kept = logits.topk(top, dim=-1)
+                ids.append(_array(kept))
+            rows.append(_array(logits))
+    dims = ("layer", "example", "pos", "d_vocab" if top is None else "rank")
+    values = np.stack(rows)
+    coords = {
+        "layer": [f"{layer}_pre" for layer in range(config.n_layers)] + ["final_post"],
+        "example": np.arange(values.shape[1]),
+        "pos": np.arange(values.shape[2]),
+    }
+    attrs = {"scale": scale if config.norm != "none" else "none"}
+    if top is None:
+        return xr.DataArray(values, dims=dims, coords=coords, name="logit", attrs=attrs)
+    return xr.Dataset(
+        {"logit": (dims, values), "token": (dims, np.stack(ids))}, coords=coords, attrs=attrs
+    )
+
+
+def _read(
+    model: Decoder,
+    stream: Float[Tensor, "example pos d_model"],
+    frozen: Float[Tensor, "example pos 1"] | None,
+) -> Float[Tensor, "example pos d_vocab"]:
+    """The final norm, by its own statistics or a given scale, then the unembedding."""
+    if frozen is None:
+        normalized = model.ln_final(stream)
+    else:
+        wide = stream.to(frozen.dtype)
+        if model.config.norm == "layernorm":
+            wide = wide - wide.mean(-1, keepdim=True)
+        normalized = (wide / frozen).to(stream.dtype) * model.ln_final.w
+        if model.config.norm == "layernorm":
+            normalized = normalized + model.ln_final.b
+    logits: Tensor = normalized @ model.W_U + model.b_U
+    return logits
+
+
+def _array(tensor: Tensor) -> np.ndarray:  # type: ignore[type-arg]
+    """Half precision widened to float32: numpy has no bfloat16."""
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.detach().cpu().numpy()

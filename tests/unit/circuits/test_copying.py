@@ -1,0 +1,103 @@
+"""Copying scores against matrices whose eigenvalues are known."""
+
+import math
+
+import pytest
+import torch
+
+from headstream.circuits.copying import copying_score, eigenvalue_score, top_share
+from headstream.models.config import DecoderConfig
+from headstream.models.decoder import Decoder
+from headstream.models.errors import ShapeError
+
+
+def identity(n: int) -> torch.Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def test_identity_negative_identity_and_rotation() -> None:
+    assert eigenvalue_score(identity(5), identity(5)) == pytest.approx(1.0, abs=1e-12)
+    assert eigenvalue_score(identity(5), -identity(5)) == pytest.approx(-1.0, abs=1e-12)
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)  # eigenvalues i and -i
+    assert eigenvalue_score(turn, identity(2)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_small_route_has_the_eigenvalues_of_the_large_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    right = torch.randn(4, 30, generator=generator, dtype=torch.float64)
+    dense = torch.linalg.eigvals(left @ right)
+    expected = float(dense.real.sum() / dense.abs().sum())
+    assert eigenvalue_score(left, right) == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_large_gaussian_matrix_neither_copies_nor_anti_copies() -> None:
+    scores = [
+        eigenvalue_score(
+            torch.randn(64, 64, generator=torch.Generator().manual_seed(s)).double(), identity(64)
+        )
+        for s in range(20)
+    ]
+    # One draw spreads by 1.5 / 64 = 0.023 (circular law); the mean of 20 by 0.005.
+    assert sum(scores) / 20 == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_nilpotent_circuit_has_no_score() -> None:
+    shift = torch.diag(torch.ones(4, dtype=torch.float64), 1)
+    assert math.isnan(eigenvalue_score(shift, identity(5)))
+    assert math.isnan(eigenvalue_score(0 * identity(5), identity(5)))
+
+
+def test_top_share_counts_rows_and_ties_do_not_win() -> None:
+    rows = torch.tensor([[3.0, 2, 1], [3, 2, 1], [3, 2, 1]], dtype=torch.float64)
+    assert top_share(rows, identity(3), (1, 2, 3)) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert top_share(torch.ones_like(rows), identity(3), (1, 2)) == [0.0, 0.0]
+
+
+def test_a_head_that_ignores_its_source_is_at_the_stated_chance() -> None:
+    """More rows than one block holds, every row the same: exactly k / n."""
+    n = 600
+    row = torch.randn(1, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    share = top_share(torch.ones(n, 1, dtype=torch.float64), row, (1, 5))
+    assert share == pytest.approx([1 / n, 5 / n], abs=1e-12)
+
+
+def model_with_known_heads() -> Decoder:
+    """Head 0 copies, head 1 does the opposite, head 2 writes nothing, head 3 is as drawn."""
+    config = DecoderConfig(
+        n_layers=1, n_heads=4, d_model=8, d_head=8, d_vocab=8, n_ctx=4, norm="none"
+    )
+    model = Decoder(config, seed=3)
+    with torch.no_grad():
+        model.embed.W_E.copy_(torch.eye(8))
+        model.unembed.W_U.copy_(torch.eye(8))
+        attn = model.blocks[0].attn
+        attn.W_V[:3] = torch.eye(8)
+        attn.W_O[0], attn.W_O[1], attn.W_O[2] = torch.eye(8), -torch.eye(8), 0
+    return model
+
+
+def test_copying_score_of_known_heads() -> None:
+    scores = copying_score(model_with_known_heads())
+    copier, opposite, silent, drawn = scores["score"].values[0]
+    assert (copier, opposite) == pytest.approx((1.0, -1.0), abs=1e-12)
+    assert math.isnan(silent)
+    assert float(scores["random_low"]) < drawn < float(scores["random_high"])
+    assert scores["top"].sel(k=1).values[0, :3].tolist() == [1.0, 0.0, 0.0]
+    assert scores["top_chance"].values.tolist() == [1 / 8, 5 / 8]
+
+
+def test_null_is_seeded_symmetric_and_narrower_than_a_copier() -> None:
+    model = model_with_known_heads()
+    before = torch.random.get_rng_state()
+    first, again = copying_score(model, seed=1), copying_score(model, seed=1)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert first.identical(again)
+    assert float(first["expected"]) == 0.0
+    low, high = float(first["random_low"]), float(first["random_high"])
+    assert -0.9 < low < -0.1 < 0.1 < high < 0.9
+
+
+def test_k_out_of_range() -> None:
+    with pytest.raises(ShapeError, match=r"top holds 9, expected values in \[1, 8\]"):
+        copying_score(model_with_known_heads(), top=(1, 9))
