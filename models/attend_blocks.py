@@ -21,10 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from headstream.models.attend_naive import check_heads, check_mask, widen
-from headstream.models.errors import BackendError
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from headstream.models.attend_naive import check_heads, check_mask, widen
+from headstream.models.errors import BackendError
 
 BLOCK = 256
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
 from headstream.models.attend_blocks import BLOCK, attend_blocks, merge
 from headstream.models.attend_naive import check_heads, check_mask, widen
 from headstream.models.errors import BackendError
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 Kernel = Literal["auto", "fused", "blocks"]
 

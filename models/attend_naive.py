@@ -17,9 +17,10 @@ Query head h reads key/value head `h // (heads // kv_heads)`.
 from __future__ import annotations
 
 import torch
-from headstream.models.errors import ShapeError
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from headstream.models.errors import ShapeError
 
 
 def attend_naive(

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import masked_scores, pattern_of, row_lse, weigh
 from headstream.models.config import DecoderConfig
@@ -26,8 +29,6 @@ from headstream.models.errors import BackendError
 from headstream.models.hook_point import HookPoint
 from headstream.models.kv_cache import KVCache
 from headstream.models.positions import RotaryTables, rotate
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
 
 Backend = Literal["naive", "flash", "auto"]
 

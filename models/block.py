@@ -8,13 +8,14 @@ Attention-only blocks stop after the first line, and have no `hook_resid_mid`, `
 
 from __future__ import annotations
 
+from jaxtyping import Float
+from torch import Tensor, nn
+
 from headstream.models.attention import Attention, PassContext
 from headstream.models.config import DecoderConfig
 from headstream.models.hook_point import HookPoint
 from headstream.models.mlp import MLP
 from headstream.models.norms import make_norm
-from jaxtyping import Float
-from torch import Tensor, nn
 
 
 class Block(nn.Module):

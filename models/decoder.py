@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
 from headstream.models import generation
 from headstream.models.attention import Backend, PassContext
 from headstream.models.block import Block
@@ -29,8 +32,6 @@ from headstream.models.names import hook_table
 from headstream.models.norms import make_norm
 from headstream.models.positions import count_positions, rotary_tables, sinusoidal_vectors
 from headstream.models.vocabulary import check_tokens, check_vocabulary
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
 
 ReturnType = Literal["logits", "loss", "loss_per_token"]
 

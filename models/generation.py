@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+
 from headstream.models.errors import ShapeError
 from headstream.models.kv_cache import KVCache
 from headstream.models.vocabulary import check_tokens
-from jaxtyping import Int
-from torch import Tensor
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder

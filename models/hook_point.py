@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 import transformer_lens.hook_points
+from torch import Tensor
+
 from headstream.models.errors import HookError
 from headstream.models.names import HookSpec
-from torch import Tensor
 
 # fn(tensor, hook) -> the replacement, or None to leave the tensor as it is.
 HookFunction = Callable[..., Tensor | None]

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from headstream.models.errors import HookError
 from headstream.models.lens_surface import never_fired_hint
 from headstream.models.resolve import resolve
-from torch import Tensor
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder

@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from headstream.models.errors import ShapeError
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from headstream.models.errors import ShapeError
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
-_Rows = Float[Tensor, "batch pos kv_head d_head"]
+# New tokens, and all tokens so far.
+_New = Float[Tensor, "batch pos kv_head d_head"]
+_All = Float[Tensor, "batch key_pos kv_head d_head"]
 
 
 class KVCache:
@@ -49,12 +52,12 @@ class KVCache:
         options = {"dtype": model.dtype, "device": model.device}
         self.batch = batch
         self.config = config
-        self.keys: list[_Rows] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
-        self.values: list[_Rows] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
-        self.mask: Bool[Tensor, "batch pos"] = torch.empty(
+        self.keys: list[_All] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
+        self.values: list[_All] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
+        self.mask: Bool[Tensor, "batch key_pos"] = torch.empty(
             (batch, 0), dtype=torch.bool, device=model.device
         )
-        self._staged: dict[int, tuple[_Rows, _Rows]] = {}
+        self._staged: dict[int, tuple[_All, _All]] = {}
 
     @property
     def length(self) -> int:
@@ -66,7 +69,7 @@ class KVCache:
         """Allowed tokens held, per row: the position id of the next token."""
         return self.mask.sum(-1)
 
-    def stage(self, layer: int, k: _Rows, v: _Rows) -> tuple[_Rows, _Rows]:
+    def stage(self, layer: int, k: _New, v: _New) -> tuple[_All, _All]:
         """Keys and values of all tokens so far at `layer`; kept when the pass commits."""
         self._staged[layer] = (
             torch.cat((self.keys[layer], k), 1),
@@ -74,7 +77,7 @@ class KVCache:
         )
         return self._staged[layer]
 
-    def commit(self, mask: Bool[Tensor, "batch pos"]) -> None:
+    def commit(self, mask: Bool[Tensor, "batch key_pos"]) -> None:
         """Keep what was staged, now that every layer has run. `mask` covers the whole length."""
         for layer, (k, v) in self._staged.items():
             self.keys[layer], self.values[layer] = k, v

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from headstream.models.config import DecoderConfig
 from transformer_lens.config import TransformerLensConfig
+
+from headstream.models.config import DecoderConfig
 
 _POSITIONS = {
     "learned": "standard",

@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.utilities import Slice
+
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import HookError, ShapeError, TokenError
 from headstream.models.hook_point import HookFunction, HookPoint
@@ -19,10 +24,6 @@ from headstream.models.lens_config import LensConfig
 from headstream.models.positions import sinusoidal_vectors
 from headstream.models.resolve import resolve
 from headstream.models.vocabulary import check_tokens, encode
-from jaxtyping import Float
-from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.utilities import Slice
 
 if TYPE_CHECKING:
     from headstream.models.block import Block

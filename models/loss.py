@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from headstream.models.errors import ShapeError
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+from headstream.models.errors import ShapeError
 
 
 def next_token_loss(

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from headstream.models.config import DecoderConfig
-from headstream.models.hook_point import HookPoint
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
+
+from headstream.models.config import DecoderConfig
+from headstream.models.hook_point import HookPoint
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

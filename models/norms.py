@@ -14,10 +14,11 @@ hooks the value after gain and bias and its RMSNorm the one before; here both ar
 from __future__ import annotations
 
 import torch
-from headstream.models.config import DecoderConfig
-from headstream.models.hook_point import HookPoint
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from headstream.models.config import DecoderConfig
+from headstream.models.hook_point import HookPoint
 
 
 class LayerNorm(nn.Module):

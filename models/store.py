@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
+
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder, build
 from headstream.models.errors import HeadstreamError, StoreError
 from headstream.models.zoo.registry import path_of
-from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from torch import Tensor

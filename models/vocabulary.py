@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from headstream.models.errors import ShapeError, TokenError, nearest
 from torch import Tensor
+
+from headstream.models.errors import ShapeError, TokenError, nearest
 
 
 def check_vocabulary(vocab: Sequence[str], d_vocab: int) -> list[str]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from headstream.models.errors import ShapeError, TaskError
 from jaxtyping import Bool, Int
 from torch import Generator, Tensor
+
+from headstream.models.errors import ShapeError, TaskError
 
 BOS = 0
 
