@@ -17,11 +17,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headstream.models.attend_blocks import BLOCK, attend_blocks, merge
+from headstream.models.attend_blocks import attend_blocks, merge
 from headstream.models.attend_naive import check_heads, check_mask, widen
 from headstream.models.errors import BackendError
 
 Kernel = Literal["auto", "fused", "blocks"]
+
+# The release on which the kernel was checked to know query heads that share a key/value head; the
+# check was added to it in 2025, and before it read memory beyond the keys.
+GROUPED_SINCE = "2.13"
 
 
 def attend_flash(
@@ -32,7 +36,7 @@ def attend_flash(
     scale: float,
     key_mask: Bool[Tensor, "batch key_pos"] | None = None,
     kernel: Kernel = "auto",
-    block_size: int = BLOCK,
+    block_size: int | None = None,
     need_lse_grad: bool = False,
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
     """Causal attention in O(query_pos + key_pos) memory; meanings as in `attend_naive`.
@@ -44,7 +48,8 @@ def attend_flash(
         scale: what q . k is multiplied by.
         key_mask: True where a key may be read; None lets every key be read.
         kernel: "fused", "blocks", or "auto" for fused where it is right.
-        block_size: side of a tile of the block loop; no effect on the fused kernel.
+        block_size: side of a tile of the block loop, None for its own choice; no effect on the
+            fused kernel.
         need_lse_grad: whether a gradient will be asked of the returned lse.
     Returns:
         `z` in the dtype of `v`, differentiable, and the natural log-sum-exp of each row in float32
@@ -83,6 +88,8 @@ def why_not_fused(
         return f"it runs on the CPU and the inputs are on {q.device}"
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return "an axis is empty, on which the kernel divides by zero"
+    if q.shape[2] != k.shape[2] and torch.__version__ < GROUPED_SINCE:
+        return f"before torch {GROUPED_SINCE} the kernel reads past the end of shared heads"
     if need_lse_grad:
         return "its log-sum-exp carries no gradient"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -107,10 +114,9 @@ def _attend_fused(
     """The kernel's causal mask is right for as many queries as keys; a cache needs two calls."""
     query_pos, key_pos = q.shape[1], k.shape[1]
     past = key_pos - query_pos
-    if past == 0:
-        return _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=True)
-    if query_pos == 1:
-        return _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=False)
+    if past == 0 or query_pos == 1:
+        z, lse = _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=past == 0)
+        return z.to(v.dtype), lse
     past_mask, own_mask = (None, None)
     if key_mask is not None:
         past_mask, own_mask = key_mask[:, :past], key_mask[:, past:]
@@ -130,25 +136,27 @@ def _kernel(
     key_mask: Bool[Tensor, "batch key_pos"] | None,
     causal: bool,
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
-    """One call of torch's kernel, with its traps taken out."""
-    d_value, dtype = v.shape[3], v.dtype
-    # It wants one width for q, k and v; zeros added to a width change no product.
+    """One call of torch's kernel with its traps taken out; z in float32 or better."""
+    d_value = v.shape[3]
+    # It wants one width for q, k and v: zeros added to a width change no product. Half precision is
+    # widened, because in it the kernel's exp is good to 1e-4 only.
     width = max(q.shape[3], d_value)
     query, key, value = (_heads_first(widen(x), width) for x in (q, k, v))
     bias = None
     if key_mask is not None:
-        bias = torch.zeros(key_mask.shape, dtype=query.dtype, device=query.device)
-        # [batch, 1, 1, key_pos] is broadcast over the queries inside the kernel.
-        bias = bias.masked_fill(~key_mask, -torch.inf)[:, None, None, :]
+        # [batch, 1, 1, key_pos]: broadcast over the queries inside the kernel.
+        bias = query.new_zeros(key_mask.shape).masked_fill(~key_mask, -torch.inf)[:, None, None, :]
     z, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scale
     )
     z = z.transpose(1, 2)[..., :d_value]
     if key_mask is not None:
-        # The kernel reports lse = 0 for a row that may read nothing, as if it were a value.
-        rows = q.shape[1] if causal else 1
-        lse = lse.masked_fill(_nothing_to_read(rows, key_mask)[:, None, :], -torch.inf)
-    return z.to(dtype), lse
+        # A row that may read nothing comes back as lse = 0, as if it were a value (and in earlier
+        # releases as z = NaN).
+        empty = _nothing_to_read(q.shape[1] if causal else 1, key_mask)
+        z = z.masked_fill(empty[:, :, None, None], 0.0)
+        lse = lse.masked_fill(empty[:, None, :], -torch.inf)
+    return z, lse
 
 
 def _heads_first(
