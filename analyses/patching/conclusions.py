@@ -1,0 +1,138 @@
+"""From the arrays of a sweep to its labels, its random-site control and its claims.
+
+Labels are computed by the one rule in `inference.failed_conditions`; a site that fails a condition
+is UNKNOWN and says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from headstream.analyses.evidence import Claim, Evidence, proven
+from headstream.analyses.patching.inference import failed_conditions
+from headstream.analyses.patching.result import Cell, ranked_cells, sentence
+
+# How many sites without the label are still named, the largest effects first.
+NOTABLE = 3
+
+# Measured coverage of the 95% BCa interval by number of prompts (science: 4.8).
+_COVERAGE = ((12, "0.84"), (24, "0.90"), (48, "0.92"))
+
+
+def causal_cells(data: xr.Dataset, details: Mapping[str, Any]) -> xr.DataArray:
+    """Which cells carry the label CAUSAL; `data` holds mean, p_value, unrelated and effects."""
+    counts = np.isfinite(data["effects"].values).sum(axis=-1)
+    causal = np.zeros(data["mean"].shape, dtype=bool)
+    for index in np.ndindex(causal.shape):
+        mean = float(data["mean"].values[index])
+        causal[index] = np.isfinite(mean) and not failed_conditions(
+            mean=mean,
+            p_value=float(data["p_value"].values[index]),
+            unrelated=float(data["unrelated"].values[index]),
+            n=int(counts[index]),
+            unit=details["metric"]["unit"],
+            self_patch_held=_self_patch_held(details),
+        )
+    return xr.DataArray(causal, dims=data["mean"].dims)
+
+
+def random_sites_95(data: xr.Dataset) -> float | None:
+    """95th percentile of |mean effect| over sites outside the claimed set; None if none is left.
+
+    For the reader; it gates nothing.
+    """
+    mean = data["mean"].values
+    outside = np.abs(mean[~data["causal"].values & np.isfinite(mean)])
+    return float(np.quantile(outside, 0.95)) if outside.size else None
+
+
+def claims_of(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]:
+    """One claim for the self-patch control, one a CAUSAL site, and the largest few that are not.
+
+    Sites stand in signed order, from most towards the other run to most against it.
+    """
+    cells = ranked_cells(data)
+    tested = [cell for cell in cells if not cell.causal and np.any(cell.mean != 0)]
+    notable = sorted(tested, key=lambda cell: -abs(cell.mean))[:NOTABLE]
+    held = proven(
+        f"self_patch.{details['site']}",
+        f"patching a run with its own {details['site']} changes nothing",
+        error=details["self_patch_max"],
+        bound=details["self_patch_bound"],
+        reason=f"largest |effect| in {details['metric']['unit']} over the whole grid",
+    )
+    return (
+        held,
+        *(_claim(cell, details) for cell in cells if cell.causal or cell in notable),
+    )
+
+
+def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
+    refused = details["normalized_refused"] is not None
+    unit = details["metric"]["unit"]
+    value, ends = (
+        (cell.mean, cell.interval) if refused else (cell.normalized, cell.normalized_interval)
+    )
+    failed = failed_conditions(
+        mean=cell.mean,
+        p_value=cell.p_value,
+        unrelated=cell.unrelated,
+        n=cell.n,
+        unit=unit,
+        self_patch_held=_self_patch_held(details),
+    )
+    if failed:
+        reason = "; ".join(failed)
+    else:
+        reason = (
+            f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} sites); "
+            f"{cell.mean:+.2f} {unit}, with an unrelated prompt's values {cell.unrelated:+.2f}"
+        )
+    return Claim(
+        f"{details['site']}.{cell.label}",
+        sentence(details, cell.label, None if refused else float(np.sign(cell.normalized))),
+        Evidence.UNKNOWN if failed else Evidence.CAUSAL,
+        value=value,
+        unit=unit if refused else "of the gap",
+        interval=ends if np.isfinite(ends).all() else None,
+        n=cell.n,
+        reason=reason,
+        where="patching",
+    )
+
+
+def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
+    """What the reader must know before believing the numbers."""
+    n = data.sizes["example"]
+    words = []
+    if n == 1:
+        words.append("one pair is a demonstration: no interval, no p-value, no label")
+    elif n < 6:
+        words.append(f"{n} pairs: effects and their ranges only, no p-value and no label below 6")
+    else:
+        for below, coverage in _COVERAGE:
+            if n < below:
+                words.append(f"{n} pairs: 95% intervals cover about {coverage}, not 0.95")
+                break
+    if details["normalized_refused"] is not None:
+        words.append(f"normalisation refused: {details['normalized_refused']}")
+    if not _self_patch_held(details):
+        words.append(
+            f"the self-patch control failed: {details['self_patch_max']:.1e} is over "
+            f"{details['self_patch_bound']:.1e}"
+        )
+    if details["gap"]["small"]:
+        words.append(
+            f"{details['gap']['small']} of {n} pairs have a gap under a tenth of the mean gap"
+        )
+    if not np.any(np.nan_to_num(data["effects"].values)):
+        words.append("every effect is exactly zero: nothing that was patched reaches the answer")
+    return words
+
+
+def _self_patch_held(details: Mapping[str, Any]) -> bool:
+    return bool(details["self_patch_max"] <= details["self_patch_bound"])
