@@ -1,0 +1,115 @@
+"""The first lines of a page: the finding as a sentence, and first what speaks against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstream.analyses.evidence import Evidence
+from headstream.reports import formats
+from headstream.reports.study import Item, Study
+
+FEWEST = 6  # design.md, Inference: below this no sign-flip p-value can reach 0.05
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the page says first.
+
+    Attributes:
+        alarms: failed checks, too few examples; shown before the finding.
+        finding: what was found, in sentences.
+        facts: short facts about the run, one line in all.
+        tally: how many statements carry each label.
+    """
+
+    alarms: tuple[str, ...]
+    finding: tuple[str, ...]
+    facts: tuple[str, ...]
+    tally: tuple[tuple[Evidence, int], ...]
+
+
+def headline(study: Study) -> Headline:
+    """The head line of a study, computed from its claims."""
+    return Headline(
+        alarms=tuple(_alarms(study)),
+        finding=tuple(_finding(study)),
+        facts=tuple(_facts(study)),
+        tally=tuple(study.tally().items()),
+    )
+
+
+def checks(study: Study) -> tuple[int, int]:
+    """(passed, made): the rows that algebra demands and that were checked in this run."""
+    labels = [claim.evidence for claim, _ in study.claims()]
+    passed = labels.count(Evidence.PROVEN)
+    return passed, passed + labels.count(Evidence.FAILED)
+
+
+def _alarms(study: Study) -> list[str]:
+    alarms = []
+    failed = [claim for claim, _ in study.claims() if claim.evidence is Evidence.FAILED]
+    if failed:
+        _, made = checks(study)
+        names = formats.listing([f"{claim.id} ({claim.statement})" for claim in failed], most=3)
+        alarms.append(
+            f"Warning: {len(failed)} of {formats.count(made, 'check')} FAILED: {names}. Nothing "
+            "below can be relied on before this is explained."
+        )
+    counts = {item.n for item in study.of_kind("patching") if item.n is not None}
+    few = [n for n in sorted(counts) if n < FEWEST]
+    if 1 in few:
+        alarms.append(
+            "A demonstration on one prompt pair: it shows that something can happen, not how "
+            "often, and no statement about cause is made."
+        )
+    elif few:
+        alarms.append(
+            f"Only {few[0]} prompt pairs: too few to tell an effect from chance (six is the "
+            "least), so no statement about cause is made."
+        )
+    return alarms
+
+
+def _finding(study: Study) -> list[str]:
+    patchings = study.of_kind("patching")
+    headed = [item for item in patchings if _has_heads(item)]
+    shown = (headed or list(patchings))[:2]
+    sentences = [formats.sentence(item.result.summary()) for item in shown]
+    if not patchings:
+        sentences.append("No intervention was run: nothing on this page is about cause.")
+        sentences += [
+            formats.sentence(item.result.summary())
+            for kind in ("heads", "decomposition")
+            for item in study.of_kind(kind)[:1]
+        ]
+    return sentences
+
+
+def _facts(study: Study) -> list[str]:
+    facts = []
+    counts = sorted({item.n for item in study.of_kind("patching") if item.n is not None})
+    if counts:
+        many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        facts.append(f"{many} prompt pair" + ("" if counts == [1] else "s"))
+    passed, made = checks(study)
+    if made:
+        facts.append(
+            f"every check passed ({passed} of {made})"
+            if passed == made
+            else f"{passed} of {made} checks passed"
+        )
+    else:
+        facts.append("no identity was checked")
+    origins = [item.result.provenance for item in study.items]
+    models = list(dict.fromkeys(origin.model for origin in origins))
+    facts.append("model " + formats.listing(models, most=3))
+    for values in (
+        [f"seed {origin.seed}" for origin in origins if origin.seed is not None],
+        [f"{origin.dtype} on {origin.device}" for origin in origins],
+    ):
+        facts += list(dict.fromkeys(values))[:2]
+    return facts
+
+
+def _has_heads(item: Item) -> bool:
+    return bool({"head", "kv_head"} & {str(dim) for dim in item.result.data["mean"].dims})

@@ -1,0 +1,55 @@
+"""The order of a page, and a guard around each part: what cannot be drawn is said, not dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headstream.reports.baselines import baselines
+from headstream.reports.blocks import Section
+from headstream.reports.census import census
+from headstream.reports.closing import audit, limits
+from headstream.reports.effects import effects
+from headstream.reports.opening import claims, model
+from headstream.reports.prompts import prompts
+from headstream.reports.study import Study
+from headstream.reports.writes import writes
+
+Builder = Callable[[Study], Section | None]
+
+# Slug, heading if it breaks, and what builds it: in the order of the page.
+BUILDERS: tuple[tuple[str, str, Builder], ...] = (
+    ("claims", "What is claimed, and how well it is known", claims),
+    ("model", "Model and run", model),
+    ("prompts", "Prompts", prompts),
+    ("metric", "Metric and baselines", baselines),
+    ("effects", "Where a change moves the answer", effects),
+    ("heads", "What each head looks at", census),
+    ("writes", "Who writes the answer", writes),
+    ("audit", "Checks of the arithmetic", audit),
+)
+
+
+def sections(
+    study: Study, builders: tuple[tuple[str, str, Builder], ...] = BUILDERS
+) -> list[Section]:
+    """All sections that the study has something for, then its limits.
+
+    A part for a kind of result that is absent is left out. A part that raises stays, with the
+    error's words, and the limits name it.
+    """
+    built = []
+    for slug, title, build in builders:
+        section = _guarded(slug, title, build, study)
+        if section is not None:
+            built.append(section)
+    broken = [section for section in built if section.broken]
+    built.append(limits(study, broken))
+    return built
+
+
+def _guarded(slug: str, title: str, build: Builder, study: Study) -> Section | None:
+    try:
+        return build(study)
+    except Exception as error:
+        # Any error: one part that cannot be drawn must not take the others with it.
+        return Section(slug, title, broken=f"{type(error).__name__}: {error}")

@@ -1,0 +1,324 @@
+"""Small made-up results for the tests of reports: no torch, no model, every number chosen here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from headstream.analyses.evidence import Claim, Evidence, measured, proven, unknown
+from headstream.analyses.kinds import AuditResult, DecompositionResult, HeadsResult
+from headstream.analyses.patching.result import PatchingResult, ranked_cells, sentence
+from headstream.analyses.result import Provenance, Result
+
+TOKENS = ["<bos>", " When", " Mary", " and", " John", " went"]
+SCORES = [
+    "previous_token",
+    "duplicate_token",
+    "current_token",
+    "induction",
+    "induction_control",
+    "sink",
+    "copying",
+]
+
+
+def provenance(**changes: Any) -> Provenance:
+    values: dict[str, Any] = {
+        "model": "toy-2l",
+        "weights_sha256": "ab" * 32,
+        "config": {"n_layers": 2, "n_heads": 4, "d_model": 32, "d_head": 8, "d_mlp": None}
+        | {"d_vocab": 50, "n_ctx": 64, "positions": "shortformer", "norm": "layernorm"},
+        "backend": "naive",
+        "dtype": "float32",
+        "device": "cpu",
+        "seed": 0,
+        "versions": {"python": "3.11.2", "headstream": "0.1.0", "torch": "2.13.0"},
+        "card": {"task": "repeat a block of tokens", "loss": 0.021, "recipe": {"steps": 3000}},
+    }
+    return Provenance(**(values | changes))
+
+
+def prompt(
+    tokens: Sequence[str] = TOKENS, *, changed: int = 4, new: str = " Tom"
+) -> dict[str, Any]:
+    clean = list(range(len(tokens)))
+    corrupted = [99 if index == changed else token for index, token in enumerate(clean)]
+    return {
+        "clean": clean,
+        "corrupted": corrupted,
+        "clean_tokens": list(tokens),
+        "corrupted_tokens": [new if i == changed else token for i, token in enumerate(tokens)],
+        "answer": 2,
+        "wrong": 4,
+        "answer_token": tokens[2],
+        "wrong_token": tokens[4],
+        "answer_pos": len(tokens) - 1,
+        "roles": {"source": 2, "query": len(tokens) - 1},
+        "mask": None,
+    }
+
+
+def patching(
+    *,
+    site: str = "z",
+    positions: str = "all",
+    direction: str = "denoise",
+    n: int = 12,
+    mean: np.ndarray | None = None,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    causal: Sequence[tuple[int, ...]] = ((0, 1), (1, 2)),
+    dtype: Any = np.float64,
+    prompts: Sequence[Mapping[str, Any]] | None = None,
+    metric: Mapping[str, str] | None = None,
+    refused: str | None = None,
+    **origin: Any,
+) -> PatchingResult:
+    """A patching result over layer x head, or over the `coords` given."""
+    sign = 1.0 if direction == "denoise" else -1.0
+    if mean is None:
+        mean = sign * np.array([[0.02, 2.5, 0.0, -0.04], [-1.25, 0.1, 4.25, 0.03]])
+    coords = coords or {"layer": [0, 1], "head": [0, 1, 2, 3]}
+    dims = tuple(coords)
+    rng = np.random.default_rng(0)
+    noise = 0.05 * rng.standard_normal((*mean.shape, n))
+    effects = mean[..., None] * (1 + noise - noise.mean(axis=-1, keepdims=True))
+    is_causal = np.zeros(mean.shape, dtype=bool)
+    for index in causal:
+        is_causal[index] = n >= 6
+    p_value = np.where(np.abs(mean) > 1, 0.0002, 0.61)
+    p_value = np.where((mean == 0) | ~np.isfinite(mean) | (n < 6), np.nan, p_value)
+    gap = 5.0
+    shares = np.full(mean.shape, np.nan) if refused else sign * mean / gap
+    data = xr.Dataset(
+        {
+            "effects": ((*dims, "example"), effects.astype(dtype)),
+            "clean": (("example",), 3.0 + 0.1 * rng.standard_normal(n)),
+            "corrupted": (("example",), -2.0 + 0.1 * rng.standard_normal(n)),
+            "mean": (dims, mean.astype(dtype)),
+            "low": (dims, (mean - 0.1).astype(dtype)),
+            "high": (dims, (mean + 0.1).astype(dtype)),
+            "normalized": (dims, shares),
+            "normalized_low": (dims, shares - 0.02),
+            "normalized_high": (dims, shares + 0.02),
+            "p_value": (dims, p_value),
+            "q_value": (dims, p_value / 2),
+            "unrelated": (dims, 0.1 * mean),
+            "second": (dims, 0.5 * mean),
+            "causal": (dims, is_causal),
+        },
+        coords={**coords, "example": np.arange(n)},
+    )
+    details: dict[str, Any] = {
+        "site": site,
+        "positions": positions,
+        "direction": direction,
+        "values": "pair",
+        "engine": "hooks",
+        "metric": metric
+        or {
+            "name": "logit difference",
+            "formula": "logit[answer] - logit[wrong]",
+            "unit": "nats",
+            "noun": "the answer",
+        },
+        "second_metric": {"name": "log-probability", "formula": "", "unit": "nats", "noun": ""},
+        "family": int(np.isfinite(p_value).sum()),
+        "flips": 4096,
+        "alpha": 0.05,
+        "self_patch_max": 0.0,
+        "self_patch_bound": 0.0,
+        "random_site_95": 0.12,
+        "gap": {"mean": gap, "low": 4.9, "high": 5.1, "floor": 0.5, "small": 0},
+        "normalized_refused": refused,
+        "prompts": list(prompts) if prompts is not None else [prompt() for _ in range(n)],
+        "warnings": [],
+    }
+    claims = [
+        proven(
+            f"self_patch.{site}",
+            f"patching a run with its own {site} changes nothing",
+            error=0.0,
+            bound=0.0,
+        )
+    ]
+    for cell in ranked_cells(data):
+        if cell.causal or abs(cell.mean) > 1:
+            claims.append(
+                Claim(
+                    f"{site}.{cell.label}",
+                    sentence(
+                        details, cell.label, None if refused else float(np.sign(cell.normalized))
+                    ),
+                    Evidence.CAUSAL if cell.causal else Evidence.UNKNOWN,
+                    value=cell.mean if refused else cell.normalized,
+                    unit="nats" if refused else "of the gap",
+                    interval=cell.interval if refused else cell.normalized_interval,
+                    n=n,
+                    reason="p = 0.0002" if cell.causal else "an unrelated prompt does as much",
+                    where="patching",
+                )
+            )
+    return PatchingResult(
+        title=f"Causal patching of {site}",
+        data=data,
+        provenance=provenance(**origin),
+        claims=tuple(claims),
+        details=details,
+    )
+
+
+def by_position(tokens: Sequence[str] = TOKENS, **changes: Any) -> PatchingResult:
+    """Patching of the stream at each position of one prompt length."""
+    mean = np.linspace(-0.5, 2.0, 2 * len(tokens)).reshape(2, len(tokens))
+    values: dict[str, Any] = {
+        "site": "resid_pre",
+        "positions": "each",
+        "mean": mean,
+        "coords": {"layer": [0, 1], "pos": list(range(len(tokens)))},
+        "causal": [(1, len(tokens) - 1)],
+        "prompts": [prompt(tokens)] * 12,
+    }
+    return patching(**(values | changes))
+
+
+def heads(*, n_heads: int = 4, **origin: Any) -> HeadsResult:
+    """A census of two layers: L0H1 looks one back, L1H2 is an induction head."""
+    rng = np.random.default_rng(1)
+    score = 0.04 + 0.02 * rng.random((len(SCORES), 2, n_heads))
+    score[SCORES.index("previous_token"), 0, 1] = 0.97
+    score[SCORES.index("induction"), 1, 2] = 0.94
+    score[SCORES.index("copying"), 1, 2] = 0.71
+    label = np.full((2, n_heads), "none", dtype="<U17")
+    label[0, 1], label[1, 2] = "previous-token", "induction pattern"
+    distances = [4, 8, 16, 24]
+    by_distance = 0.03 * np.ones((4, 2, n_heads))
+    by_distance[:, 1, 2] = [0.93, 0.95, 0.94, 0.92]
+    data = xr.Dataset(
+        {
+            "value": (("score", "layer", "head"), score),
+            "low": (("score", "layer", "head"), score - 0.01),
+            "high": (("score", "layer", "head"), score + 0.01),
+            "chance": (("score",), np.full(len(SCORES), 0.06)),
+            "label": (("layer", "head"), label),
+            "induction_by_distance": (("distance", "layer", "head"), by_distance),
+            "control_by_distance": (("distance", "layer", "head"), 0.02 + 0 * by_distance),
+        },
+        coords={
+            "score": SCORES,
+            "layer": [0, 1],
+            "head": list(range(n_heads)),
+            "distance": distances,
+        },
+    )
+    return HeadsResult(
+        title="Head census",
+        data=data,
+        provenance=provenance(**origin),
+        claims=(
+            measured(
+                "heads.L1H2",
+                "L1H2 attends to the token after an earlier copy of the current one",
+                value=0.94,
+                unit="score",
+                n=32,
+                interval=(0.93, 0.95),
+                reason="over four distances, control 0.02",
+                where="heads",
+            ),
+            unknown(
+                "heads.L1H0",
+                "L1H0 has a function",
+                reason="no score stands out; an ablation on other tasks would settle it",
+                where="heads",
+            ),
+        ),
+        details={
+            "definitions": {name: f"What {name} measures." for name in SCORES},
+            "n": 32,
+            "length": 48,
+            "distances": distances,
+            "notes": ["of random heads 95% have a copying score between -0.2 and +0.2"],
+        },
+    )
+
+
+def decomposition(*, n_parts: int = 6, **origin: Any) -> DecompositionResult:
+    """Writes that sum to the measured difference exactly."""
+    names = ["embed", *(f"L{i // 4}H{i % 4}" for i in range(n_parts - 2)), "bias"]
+    rng = np.random.default_rng(2)
+    mean = np.zeros(n_parts)
+    mean[1 : min(n_parts, 4)] = [2.5, -0.75, 1.5][: min(n_parts, 4) - 1]
+    attribution = mean[:, None] + 0.1 * rng.standard_normal((n_parts, 12))
+    data = xr.Dataset(
+        {
+            "attribution": (("component", "example"), attribution),
+            "mean": (("component",), attribution.mean(1)),
+            "low": (("component",), attribution.mean(1) - 0.06),
+            "high": (("component",), attribution.mean(1) + 0.06),
+            "total": (("example",), attribution.sum(0)),
+        },
+        coords={"component": names, "example": np.arange(12)},
+    )
+    return DecompositionResult(
+        title="Who writes the answer",
+        data=data,
+        provenance=provenance(**origin),
+        claims=(),
+        details={
+            "norm": "final norm's scale held fixed at its value in the run",
+            "largest_error": 2.4e-7,
+            "bound": 1e-5,
+            "of": "logit difference",
+            "unit": "nats",
+        },
+    )
+
+
+def audit(*, failing: bool = False, **origin: Any) -> AuditResult:
+    """Two checks that apply, of which the second can fail, and one that does not."""
+    error = 3e-2 if failing else 4.8e-7
+    rows = [
+        ("M1", "the heads' results and the bias sum to attn_out", 2e-7, True, True),
+        ("B2", "the writes sum to the final stream", error, not failing, True),
+        ("F1", "the MLP acts on each position alone", None, None, False),
+    ]
+    return AuditResult(
+        title="Audit",
+        data=xr.Dataset(),
+        provenance=provenance(**origin),
+        claims=tuple(
+            proven(name, statement, error=value, bound=1e-5)
+            for name, statement, value, _, applies in rows
+            if applies and value is not None
+        ),
+        details={
+            "rows": [
+                {
+                    "id": name,
+                    "statement": statement,
+                    "largest_error": value,
+                    "bound": 1e-5,
+                    "reason": "float32 rounding" if applies else "no MLP in this model",
+                    "worst": "layer 1, position 4" if applies else None,
+                    "passed": passed,
+                    "applies": applies,
+                }
+                for name, statement, value, passed, applies in rows
+            ]
+        },
+    )
+
+
+def everything() -> list[Result]:
+    """One of each kind, and two more maps."""
+    return [
+        audit(),
+        heads(),
+        patching(),
+        patching(direction="noise"),
+        by_position(),
+        decomposition(),
+    ]
