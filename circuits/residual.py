@@ -17,17 +17,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xarray as xr
 from torch import Tensor
 
+from headstream.circuits.attribution import (
+    Readout,
+    TokenIds,
+    attribute,
+    plain_array,
+    readout_of,
+    treatment_of,
+)
 from headstream.circuits.writes import Writes, collect_writes, has_visible_key
-from headstream.models.errors import ExactnessError, HookError, ShapeError, TokenError, nearest
+from headstream.models.errors import ExactnessError, HookError, ShapeError, nearest
 from headstream.models.hooks import capture
 from headstream.models.names import hook_table
 
@@ -35,31 +42,8 @@ if TYPE_CHECKING:
     from headstream.models.config import DecoderConfig
     from headstream.models.decoder import Decoder
 
-Array = npt.NDArray[np.floating]
-FROZEN = "final norm's scale held fixed at its value in the run"
-NO_NORM = "no final norm"
-
 # Refuse to build more than this many bytes of writes.
 _LIMIT = 8 * 2**30
-
-
-@dataclass(frozen=True, eq=False)
-class Readout:
-    """How the final stream is read in one run: norm with its scale frozen, then the unembedding.
-
-    Attributes:
-        unembed: W_U [d_model, d_vocab]; bias: b_U [d_vocab], or None.
-        gain, shift: of the final norm, [d_model]; None where it has none.
-        scale: what the norm divided by, [example, pos]; None without a norm.
-        centred: whether the norm takes the mean off first (LayerNorm).
-    """
-
-    unembed: Array
-    bias: Array | None
-    gain: Array | None
-    shift: Array | None
-    scale: Array | None
-    centred: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,7 +71,7 @@ class ResidualDecomposition:
     bound: float
     value_bias: str
     norm: str
-    readout: Readout | None = field(default=None)
+    readout: Readout | None
 
     def __repr__(self) -> str:
         size = self.writes.sizes
@@ -99,10 +83,9 @@ class ResidualDecomposition:
 
     def logit_attribution(
         self,
-        answer: int | Sequence[int] | Tensor,
-        wrong: int | Sequence[int] | Tensor | None = None,
-        *,
-        pos: int | Sequence[int] | Tensor = -1,
+        answer: TokenIds,
+        wrong: TokenIds | None = None,
+        pos: TokenIds = -1,
     ) -> xr.DataArray:
         """What each write adds to a logit, or to a logit difference, in nats.
 
@@ -128,41 +111,7 @@ class ResidualDecomposition:
                 f"logit attribution needs all writes to the stream, these end at '{self.at}'",
                 hint="decompose with at='final'",
             )
-        readout, size = self.readout, self.writes.sizes
-        n = size["example"]
-        right = _row_ids("answer", answer, n, readout.unembed.shape[1])
-        place = _row_positions(pos, n, size["pos"])
-        direction = readout.unembed[:, right].T.astype(np.float64)
-        constant = None if readout.bias is None else readout.bias[right].astype(np.float64)
-        if wrong is not None:
-            other = _row_ids("wrong", wrong, n, readout.unembed.shape[1])
-            direction = direction - readout.unembed[:, other].T
-            constant = None if readout.bias is None else constant - readout.bias[other]
-        written = self.writes.values[:, np.arange(n), place].astype(np.float64)
-        if readout.centred:
-            written = written - written.mean(-1, keepdims=True)
-        reader = direction if readout.gain is None else direction * readout.gain
-        if readout.scale is not None:
-            reader = reader / readout.scale[np.arange(n), place, None]
-        rows = [np.einsum("ced,ed->ce", written, reader)]
-        labels = self.writes["component"].values.tolist()
-        if readout.shift is not None:
-            rows.append((direction @ readout.shift.astype(np.float64))[None])
-            labels.append("ln_final.b")
-        if constant is not None:
-            rows.append(constant[None])
-            labels.append("b_U")
-        return xr.DataArray(
-            np.concatenate(rows),
-            dims=("component", "example"),
-            coords={"component": labels, "example": np.arange(n), "pos": ("example", place)},
-            name="attribution",
-            attrs={
-                "unit": "nats",
-                "of": "logit" if wrong is None else "logit difference",
-                "norm": self.norm,
-            },
-        )
+        return attribute(self.readout, self.writes, answer, wrong, pos)
 
 
 def decompose_residual(
@@ -222,8 +171,8 @@ def decompose_residual(
             largest_error=float(remainder.abs().max()),
             bound=bound,
             value_bias=("separate" if split_value_bias else "inside") if biased else "none",
-            norm=NO_NORM if model.config.norm == "none" else FROZEN,
-            readout=_readout(model, acts.get("ln_final.hook_scale")) if complete else None,
+            norm=treatment_of(model.config),
+            readout=readout_of(model, acts.get("ln_final.hook_scale")) if complete else None,
         )
 
 
@@ -250,32 +199,14 @@ def _compare(
     return remainder, bound
 
 
-def _readout(model: Decoder, scale: Tensor | None) -> Readout:
-    norm = model.config.norm
-    return Readout(
-        unembed=_array(model.W_U),
-        bias=_array(model.b_U) if model.config.unembed_bias else None,
-        gain=None if norm == "none" else _array(model.ln_final.w),
-        shift=_array(model.ln_final.b) if norm == "layernorm" else None,
-        scale=None if scale is None else _array(scale)[..., 0].astype(np.float64),
-        centred=norm == "layernorm",
-    )
-
-
-def _array(tensor: Tensor) -> Array:
-    """A copy that shares nothing with the model; half precision widened to float32."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return np.array(tensor.detach().to("cpu", wide).numpy())
-
-
 def _labelled(values: Tensor, labels: Sequence[str] | None = None) -> xr.DataArray:
     dims = ("example", "pos", "d_model")
     examples, positions = values.shape[-3], values.shape[-2]
     coords: dict[str, object] = {"example": np.arange(examples), "pos": np.arange(positions)}
     if labels is None:
-        return xr.DataArray(_array(values), dims=dims, coords=coords)
+        return xr.DataArray(plain_array(values), dims=dims, coords=coords)
     coords["component"] = list(labels)
-    return xr.DataArray(_array(values), dims=("component", *dims), coords=coords)
+    return xr.DataArray(plain_array(values), dims=("component", *dims), coords=coords)
 
 
 def _stream_name(config: DecoderConfig, at: str) -> str:
@@ -300,35 +231,3 @@ def _require_room(config: DecoderConfig, stream: Tensor, per_neuron: bool) -> No
             f"{config.d_model} take {needed:,} bytes, over the limit of {_LIMIT:,}",
             hint="decompose fewer examples at a time, or leave per_neuron off",
         )
-
-
-def _row_ids(
-    name: str, given: int | Sequence[int] | Tensor, n: int, d_vocab: int
-) -> npt.NDArray[np.int64]:
-    ids = _rows(name, given, n, TokenError)
-    if (ids < 0).any() or (ids >= d_vocab).any():
-        raise TokenError(f"{name} must lie in [0, {d_vocab}), got {ids.tolist()}")
-    return ids
-
-
-def _row_positions(given: int | Sequence[int] | Tensor, n: int, size: int) -> npt.NDArray[np.int64]:
-    place = _rows("pos", given, n, ShapeError)
-    if (place < -size).any() or (place >= size).any():
-        raise ShapeError(f"pos must lie in [{-size}, {size}), got {place.tolist()}")
-    return place % size
-
-
-def _rows(
-    name: str,
-    given: int | Sequence[int] | Tensor,
-    n: int,
-    error: type[ShapeError] | type[TokenError],
-) -> npt.NDArray[np.int64]:
-    """`given` as one whole number a row."""
-    array = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
-    if array.dtype.kind not in "iu" or array.shape not in ((), (n,)):
-        raise error(
-            f"{name} must be one whole number, or one for each of {n} examples, got "
-            f"{array.dtype} of shape {list(array.shape)}"
-        )
-    return np.broadcast_to(array.astype(np.int64), (n,))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headstream.circuits import residual
-from headstream.circuits.residual import FROZEN, NO_NORM, decompose_residual
+from headstream.circuits.attribution import FROZEN, NO_NORM
+from headstream.circuits.residual import decompose_residual
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ExactnessError, HookError, ShapeError, TokenError
