@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstream.models.errors import HookError
-from headstream.models.lens_surface import never_fired_hint
+from headstream.models.hook_point import InPlaceWatch
 from headstream.models.resolve import resolve
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def capture(
         tokens: as for the model.
         names: hook names; globs may be among them.
         grads: keep the activations attached to the graph, as the very tensors that flow on, so
-            that `torch.autograd.grad(f(logits), activation)` works. Otherwise they are detached
-            copies that share storage with nothing.
+            that `torch.autograd.grad(f(logits), activation)` works, with frozen weights too.
+            Otherwise they are detached copies that share storage with nothing.
         forward: passed to the model (`attention_mask`, `backend`, ...).
     Returns:
         `(output, {name: activation})` in firing order, values as they leave all other hooks.
@@ -52,8 +52,15 @@ def capture(
     ordered = [name for name in model.hook_dict if name in matches]
     kept: dict[str, Tensor] = {}
 
-    def keep(tensor: Tensor, *, hook: Any) -> None:
-        kept[hook.name] = tensor if grads else tensor.detach().clone()
+    def keep(tensor: Tensor, *, hook: Any) -> Tensor | None:
+        if not grads:
+            kept[hook.name] = tensor.detach().clone()
+            return None
+        if not tensor.requires_grad and hook.spec.writable:
+            # Frozen weights or a constant: a graph starts here, or there would be no gradient.
+            tensor = tensor.detach().requires_grad_()
+        kept[hook.name] = tensor
+        return tensor
 
     with torch.set_grad_enabled(grads or torch.is_grad_enabled()):
         output = model.run_with_hooks(
@@ -76,9 +83,9 @@ def edited(model: Decoder, edits: Mapping[str, Edit]) -> Iterator[Decoder]:
 
     def hook_for(edit: Edit) -> Callable[..., Tensor]:
         def apply(tensor: Tensor, *, hook: Any) -> Tensor:
-            version = None if tensor.is_inference() else tensor._version
+            watch = InPlaceWatch(tensor)
             result = edit(tensor)
-            if version is not None and tensor._version != version:
+            if watch.written():
                 raise HookError(
                     f"the edit of '{hook.name}' changed its argument in place",
                     hint="clone it first; other activations may share its storage",
@@ -94,6 +101,3 @@ def edited(model: Decoder, edits: Mapping[str, Edit]) -> Iterator[Decoder]:
 
     with model.hooks(fwd_hooks=[(name, hook_for(edit)) for name, edit in edits.items()]):
         yield model
-
-
-__all__ = ["capture", "edited", "never_fired_hint", "resolve"]
