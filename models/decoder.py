@@ -12,61 +12,39 @@ this model; `lens_surface.py` holds what they ask for beyond that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from headstream.models import generation
+from headstream.models.arguments import (
+    check_backend,
+    check_cache,
+    check_layers,
+    check_length,
+    check_mask,
+    check_return_type,
+    check_stream,
+    readable_keys,
+    token_positions,
+)
 from headstream.models.attention import Backend, PassContext
 from headstream.models.block import Block
 from headstream.models.config import DecoderConfig
-from headstream.models.errors import BackendError, ConfigError, ShapeError
+from headstream.models.embedding import Embed, PosEmbed, Unembed
+from headstream.models.errors import ConfigError
 from headstream.models.hook_point import HookPoint
 from headstream.models.kv_cache import KVCache
 from headstream.models.lens_surface import LensSurface
 from headstream.models.loss import next_token_loss
 from headstream.models.names import hook_table
 from headstream.models.norms import make_norm
-from headstream.models.positions import count_positions, rotary_tables, sinusoidal_vectors
+from headstream.models.positions import rotary_tables, sinusoidal_vectors
 from headstream.models.vocabulary import check_tokens, check_vocabulary
-
-ReturnType = Literal["logits", "loss", "loss_per_token"]
-
-
-class Embed(nn.Module):
-    """`W_E` [d_vocab, d_model]."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model))
-
-    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        return self.W_E[tokens]
-
-
-class PosEmbed(nn.Module):
-    """`W_pos` [n_ctx, d_model], for learned and shortformer positions."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.W_pos = nn.Parameter(torch.empty(config.n_ctx, config.d_model))
-
-    def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        return self.W_pos[positions]
-
-
-class Unembed(nn.Module):
-    """`W_U` [d_model, d_vocab], `b_U` [d_vocab] where configured; tied models hold neither."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        if not config.tied_embeddings:
-            self.W_U = nn.Parameter(torch.empty(config.d_model, config.d_vocab))
-        bias = nn.Parameter(torch.zeros(config.d_vocab)) if config.unembed_bias else None
-        self.register_parameter("b_U", bias)
 
 
 class Decoder(LensSurface):
@@ -98,6 +76,8 @@ class Decoder(LensSurface):
         super().__init__()
         if not isinstance(config, DecoderConfig):
             raise ConfigError(f"config must be a DecoderConfig, got {type(config).__name__}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
         self.config = config
         self.backend: Backend = "auto"
         self.naive_limit = 8 * 2**30
@@ -158,42 +138,52 @@ class Decoder(LensSurface):
                 outside the vocabulary.
             BackendError: an unknown backend, or a hook that the backend cannot serve.
         """
-        chosen = self._check_backend(backend)
-        start, stop = self._check_layers(start_at_layer, stop_at_layer, kv_cache)
-        if return_type not in (*get_args(ReturnType), None):
-            raise ShapeError(
-                f"return_type must be one of {', '.join(get_args(ReturnType))} or None, "
-                f"got {return_type!r}"
+        if torch.compiler.is_compiling():
+            # A compiled pass would ignore hooks attached after its compilation: run as we are.
+            eager = torch.compiler.disable(Decoder.forward)
+            return eager(
+                self,
+                tokens,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                backend=backend,
+                start_at_layer=start_at_layer,
+                stop_at_layer=stop_at_layer,
+                kv_cache=kv_cache,
+                return_type=return_type,
             )
-        if isinstance(tokens, (str, list, tuple)):
-            tokens = self.to_tokens(tokens)
-        assert isinstance(tokens, Tensor) or start_at_layer is None
-        rows: Tensor
-        if start_at_layer is None:
-            rows = check_tokens(cast(Tensor, tokens), self.config.d_vocab)
-        else:
-            rows = self._check_stream(tokens)
-            if return_type in ("loss", "loss_per_token"):
-                raise ShapeError(
-                    f"return_type={return_type!r} needs tokens, but start_at_layer="
-                    f"{start_at_layer} was given a residual stream",
-                    hint="ask for logits",
-                )
+        chosen = check_backend(self.backend if backend is None else backend)
+        first, last = check_layers(
+            start_at_layer,
+            stop_at_layer,
+            n_layers=self.config.n_layers,
+            cached=kv_cache is not None,
+        )
+        check_return_type(return_type, start=start_at_layer, stop=stop_at_layer)
+        rows = self._rows(tokens, start_at_layer)
         batch, length = rows.shape[:2]
-        self._check_length(batch, length, kv_cache)
-        mask = self._check_mask(attention_mask, batch, length)
+        check_cache(kv_cache, config=self.config, batch=batch, dtype=self.dtype, device=self.device)
         past = 0 if kv_cache is None else kv_cache.length
-        positions = self._positions(position_ids, mask, batch, length, kv_cache)
-        key_mask = _key_mask(mask, batch, length, kv_cache, rows.device)
-        if past or kv_cache is not None:
-            for point in self.hook_dict.values():
-                cast(HookPoint, point).offset = past
-        try:
+        check_length(length, past=past, n_ctx=self.config.n_ctx)
+        mask = check_mask(attention_mask, batch, length, self.device)
+        positions = token_positions(
+            position_ids,
+            mask,
+            batch=batch,
+            length=length,
+            kv_cache=kv_cache,
+            config=self.config,
+            device=self.device,
+        )
+        key_mask = readable_keys(
+            mask, batch=batch, length=length, kv_cache=kv_cache, device=self.device
+        )
+        with self._offset(past), _unfinished(kv_cache):
             if start_at_layer is None:
-                resid = self.hook_embed(self.embed(rows))
-                resid = self._add_positions(resid, positions)
+                resid = self._add_positions(self.hook_embed(self.embed(rows)), positions)
             else:
-                resid = rows
+                # A copy, so that no hook can edit the caller's tensor in place.
+                resid = rows.clone()
             context = PassContext(
                 backend=chosen,
                 key_mask=key_mask,
@@ -202,28 +192,18 @@ class Decoder(LensSurface):
                 kv_cache=kv_cache,
                 naive_limit=self.naive_limit,
             )
-            for block in self.blocks[start:stop]:
+            for block in self.blocks[first:last]:
                 resid = block(resid, context)
             if stop_at_layer is not None:
                 return resid
-            logits = self.ln_final(resid) @ self.W_U
-            if self.unembed.b_U is not None:
-                logits = logits + self.unembed.b_U
+            output = self._read_out(resid, rows, mask, return_type)
             if kv_cache is not None:
-                full = key_mask
-                if full is None:
-                    full = torch.ones(batch, past + length, dtype=torch.bool, device=rows.device)
-                kv_cache.commit(full)
-        finally:
-            if kv_cache is not None:
-                kv_cache.discard()
-                for point in self.hook_dict.values():
-                    cast(HookPoint, point).offset = 0
-        if return_type is None:
-            return None
-        if return_type == "logits":
-            return logits
-        return next_token_loss(logits, rows, mask, per_token=return_type == "loss_per_token")
+                if key_mask is None:
+                    key_mask = torch.ones(
+                        batch, past + length, dtype=torch.bool, device=self.device
+                    )
+                kv_cache.commit(key_mask)
+        return output
 
     def generate(
         self,
@@ -287,113 +267,44 @@ class Decoder(LensSurface):
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}>"
         )
 
-    # Checks, and what the arguments mean.
+    # The steps of a pass.
 
-    def _check_backend(self, backend: str | None) -> Backend:
-        chosen = self.backend if backend is None else backend
-        if chosen not in get_args(Backend):
-            raise BackendError(
-                f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}"
-            )
-        return chosen
+    def _rows(self, tokens: Any, start_at_layer: int | None) -> Tensor:
+        """Tokens [batch, pos], or with `start_at_layer` the stream [batch, pos, d_model]."""
+        if start_at_layer is not None:
+            resid = check_stream(tokens, d_model=self.config.d_model, dtype=self.dtype)
+            return resid.to(self.device)
+        if isinstance(tokens, (str, list, tuple)):
+            tokens = self.to_tokens(tokens)
+        return check_tokens(tokens, self.config.d_vocab).to(self.device)
 
-    def _check_layers(
-        self, start: int | None, stop: int | None, kv_cache: KVCache | None
-    ) -> tuple[int, int]:
-        n_layers = self.config.n_layers
-        for name, value in (("start_at_layer", start), ("stop_at_layer", stop)):
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= n_layers:
-                raise ShapeError(f"{name} must lie in [0, {n_layers}], got {value!r}")
-            if kv_cache is not None:
-                raise ShapeError(
-                    f"{name}={value} cannot be combined with kv_cache: the layers left out "
-                    "would cache nothing",
-                    hint="run all layers, or without a cache",
-                )
-        first, last = start or 0, n_layers if stop is None else stop
-        if first > last:
-            raise ShapeError(f"start_at_layer={first} lies after stop_at_layer={last}")
-        return first, last
+    @contextmanager
+    def _offset(self, past: int) -> Iterator[None]:
+        """Hook points say that `past` tokens came before the rows of this pass."""
+        before = self.hook_embed.offset
+        if past != before:
+            self._set_offset(past)
+        try:
+            yield
+        finally:
+            if past != before:
+                self._set_offset(before)
 
-    def _check_stream(self, resid: object) -> Tensor:
-        expected = f"[batch, pos, {self.config.d_model}] {self.dtype}"
-        if not isinstance(resid, Tensor):
-            raise ShapeError(
-                f"with start_at_layer the first argument is the residual stream {expected}, "
-                f"got {type(resid).__name__}"
-            )
-        right = resid.ndim == 3 and resid.shape[2] == self.config.d_model and resid.numel() > 0
-        if not right or resid.dtype != self.dtype:
-            raise ShapeError(
-                f"with start_at_layer the first argument is the residual stream {expected}, "
-                f"got {list(resid.shape)} {resid.dtype}"
-            )
-        return resid
+    def _set_offset(self, offset: int) -> None:
+        for point in self.hook_dict.values():
+            cast(HookPoint, point).offset = offset
 
-    def _check_length(self, batch: int, length: int, kv_cache: KVCache | None) -> None:
-        past = 0
-        if kv_cache is not None:
-            if kv_cache.config != self.config:
-                raise ShapeError("kv_cache was made for a model of another configuration")
-            if kv_cache.batch != batch:
-                raise ShapeError(f"kv_cache has batch {kv_cache.batch}, tokens have {batch}")
-            past = kv_cache.length
-        if past + length > self.config.n_ctx:
-            cached = f" after {past} cached ones" if past else ""
-            raise ShapeError(
-                f"tokens are {length} long{cached}, over n_ctx = {self.config.n_ctx}",
-                hint="shorten the prompt",
-            )
-
-    def _check_mask(
-        self, mask: Tensor | None, batch: int, length: int
-    ) -> Bool[Tensor, "batch pos"] | None:
-        if mask is None:
+    def _read_out(
+        self, resid: Tensor, rows: Tensor, mask: Tensor | None, return_type: str | None
+    ) -> Tensor | None:
+        logits = self.ln_final(resid) @ self.W_U
+        if self.unembed.b_U is not None:
+            logits = logits + self.unembed.b_U
+        if return_type is None:
             return None
-        if not isinstance(mask, Tensor) or mask.ndim not in (1, 2):
-            raise ShapeError(f"attention_mask must be a tensor [batch, pos] = [{batch}, {length}]")
-        rows = mask if mask.ndim == 2 else mask[None]
-        if tuple(rows.shape) != (batch, length):
-            raise ShapeError(
-                f"attention_mask must be [batch, pos] = [{batch}, {length}], got {list(mask.shape)}"
-            )
-        if rows.is_floating_point() or not bool(((rows == 0) | (rows == 1)).all()):
-            raise ShapeError(
-                "attention_mask must hold 0 (masked) and 1 (real) only, as bool or integers"
-            )
-        allowed = rows.bool().to(self.device)
-        # Nothing masked is no mask: the same numbers, by the faster path.
-        return None if bool(allowed.all()) else allowed
-
-    def _positions(
-        self,
-        given: Tensor | None,
-        mask: Tensor | None,
-        batch: int,
-        length: int,
-        kv_cache: KVCache | None,
-    ) -> Int[Tensor, "batch pos"]:
-        if given is not None:
-            rows = given if given.ndim == 2 else given[None]
-            if given.dtype != torch.int64 or tuple(rows.shape) != (batch, length):
-                raise ShapeError(
-                    f"position_ids must be int64 [batch, pos] = [{batch}, {length}], "
-                    f"got {given.dtype} {list(given.shape)}"
-                )
-            table = self.config.positions in ("learned", "shortformer")
-            if bool((rows < 0).any()) or (table and bool((rows >= self.config.n_ctx).any())):
-                limit = f"[0, {self.config.n_ctx})" if table else ">= 0"
-                raise ShapeError(f"position_ids must lie in {limit}, got {rows.tolist()}")
-            return rows.to(self.device)
-        if mask is None and kv_cache is None:
-            return torch.arange(length, device=self.device).expand(batch, length)
-        new = torch.ones(batch, length, dtype=torch.bool, device=self.device)
-        past = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        return count_positions(
-            new if mask is None else mask, past if kv_cache is None else kv_cache.allowed
-        )
+        if return_type == "logits":
+            return logits
+        return next_token_loss(logits, rows, mask, per_token=return_type == "loss_per_token")
 
     def _add_positions(self, resid: Tensor, positions: Tensor) -> Tensor:
         kind = self.config.positions
@@ -402,6 +313,9 @@ class Decoder(LensSurface):
             return out
         if kind == "sinusoidal":
             vectors = sinusoidal_vectors(positions, self.config.d_model, self.dtype)
+            if self.hook_pos_embed.wanted and torch.is_grad_enabled():
+                # A constant, but who listens may want the gradient that arrives here.
+                vectors.requires_grad_()
             out = resid + self.hook_pos_embed(vectors)
             return out
         return resid
@@ -427,7 +341,10 @@ def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     dtypes = {tensor.dtype for tensor in weights.values()}
     if len(dtypes) > 1:
         raise ConfigError(f"weights mix dtypes {sorted(map(str, dtypes))}; one is expected")
-    model = Decoder(config, dtype=next(iter(dtypes), torch.float32))
+    dtype = next(iter(dtypes), torch.float32)
+    if not dtype.is_floating_point:
+        raise ConfigError(f"weights are {dtype}; a floating-point dtype is expected")
+    model = Decoder(config, dtype=dtype)
     expected = model.state_dict()
     missing = sorted(set(expected) - set(weights))
     unknown = sorted(set(weights) - set(expected))
@@ -444,16 +361,14 @@ def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     return model
 
 
-def _key_mask(
-    mask: Tensor | None, batch: int, length: int, kv_cache: KVCache | None, device: torch.device
-) -> Tensor | None:
-    """Keys that may be read, over cached and new tokens; None when all may."""
-    if kv_cache is None:
-        return mask
-    if mask is None and bool(kv_cache.mask.all()):
-        return None
-    new = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    return torch.cat((kv_cache.mask, new), 1)
+@contextmanager
+def _unfinished(kv_cache: KVCache | None) -> Iterator[None]:
+    """What a pass staged and did not commit is forgotten."""
+    try:
+        yield
+    finally:
+        if kv_cache is not None:
+            kv_cache.discard()
 
 
 def _initialise(model: Decoder, seed: int) -> None:

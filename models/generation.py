@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headstream.models.errors import ShapeError
+from headstream.models.hook_point import HookPoint
 from headstream.models.kv_cache import KVCache
+from headstream.models.resolve import resolve
 from headstream.models.vocabulary import check_tokens
 
 if TYPE_CHECKING:
@@ -34,12 +36,14 @@ def generate(
         temperature: 0 takes the most likely token (the first of equals); otherwise logits are
             divided by it and a token is drawn.
         seed: of the draws; required when `temperature` > 0, so that a result can be repeated.
-        fwd_hooks: active at every step. Steps then run over the whole sequence without a cache,
-            so that a hook sees absolute positions and edits every token it means to.
+        fwd_hooks: active at every step. With these, or with hooks already on the model, steps run
+            over the whole sequence without a cache, so that a hook sees absolute positions and
+            edits every token it means to.
     Returns:
         `[batch, pos + max_new_tokens]`, the prompt included.
     Raises:
         ShapeError: if the result would pass n_ctx, or an argument is out of range.
+        HookError: as `run_with_hooks`.
     """
     if isinstance(tokens, str):
         tokens = model.to_tokens(tokens)
@@ -55,16 +59,24 @@ def generate(
             f"{rows.shape[1]} tokens and max_new_tokens={max_new_tokens} pass "
             f"n_ctx = {model.config.n_ctx}"
         )
-    if not 0.0 <= temperature < float("inf"):
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not number or not 0.0 <= temperature < float("inf"):
         raise ShapeError(f"temperature must be a finite number >= 0, got {temperature!r}")
-    if temperature > 0 and seed is None:
-        raise ShapeError(f"temperature={temperature} draws tokens and needs a seed, got None")
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if not whole and (seed is not None or temperature > 0):
+        raise ShapeError(
+            f"temperature={temperature} draws tokens and needs a whole number as seed, got {seed!r}"
+        )
+    hooks = list(fwd_hooks)
+    for name, _ in hooks:
+        resolve(model.hook_dict, name)
     draws = torch.Generator().manual_seed(0 if seed is None else seed)
-    cache = None if fwd_hooks else KVCache(model, batch=rows.shape[0])
+    listened = any(cast(HookPoint, point).wanted for point in model.hook_points())
+    cache = None if hooks or listened else KVCache(model, batch=rows.shape[0])
     fresh = rows
     for _ in range(max_new_tokens):
         if cache is None:
-            logits = model.run_with_hooks(rows, fwd_hooks=list(fwd_hooks))
+            logits = model.run_with_hooks(rows, fwd_hooks=hooks)
         else:
             logits = model(fresh, kv_cache=cache)
         fresh = _pick(logits[:, -1], temperature, draws)[:, None]
