@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,48 +21,54 @@ from safetensors import SafetensorError
 
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder, build
-from headstream.models.errors import HeadstreamError, StoreError
+from headstream.models.errors import ConfigError, HeadstreamError, StoreError
 from headstream.models.zoo.registry import path_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+FILES = ("weights.safetensors", "config.json", "card.json", "vocab.json")
+
+
 def save(model: Decoder, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write `model` to `folder`, which then exists complete or (after an error) not at all.
 
     Args:
-        overwrite: replace a folder that holds a model; any other existing folder is refused.
+        overwrite: replace a folder that holds a model and nothing else; any other existing folder
+            is refused.
+    Returns:
+        The folder.
     Raises:
-        StoreError: if the parent is missing, or the folder exists and may not be replaced.
+        StoreError: if the parent is missing, the folder exists and may not be replaced, or
+            writing fails.
     """
-    target = Path(folder)
+    target = Path(os.path.realpath(folder))
     if not target.parent.is_dir():
         raise StoreError(
             f"cannot save to '{target}': folder '{target.parent}' does not exist",
             hint="create it first",
         )
-    if target.exists() and not (overwrite and (target / "config.json").is_file()):
-        raise StoreError(
-            f"cannot save to '{target}': it exists",
-            hint="choose another folder, or overwrite=True to replace a saved model",
-        )
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    if target.exists():
+        _require_replaceable(target, overwrite)
+    # Beside the target, so that moving into place is one step of the file system.
+    token = uuid.uuid4().hex[:8]
+    staging = target.with_name(f".{target.name}.{token}.new")
+    retired = target.with_name(f".{target.name}.{token}.old")
     try:
+        staging.mkdir()
         _write(model, staging, target.name)
-        umask = os.umask(0)
-        os.umask(umask)
-        staging.chmod(0o777 & ~umask)
         if target.exists():
-            retired = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.")) / "old"
             target.rename(retired)
-            staging.rename(target)
-            shutil.rmtree(retired.parent)
-        else:
-            staging.rename(target)
-    except BaseException:
+        staging.rename(target)
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if retired.exists() and not target.exists():
+            retired.rename(target)
+        if isinstance(error, (OSError, SafetensorError)) and not isinstance(error, StoreError):
+            raise StoreError(f"cannot save to '{target}': {error}") from error
         raise
+    shutil.rmtree(retired, ignore_errors=True)
     return target
 
 
@@ -81,7 +87,10 @@ def load(
     Raises:
         StoreError: for a name that is neither (the zoo and the nearest are named), a missing or
             damaged file, keys too many or too few, or weights that do not match their card.
+        ConfigError: if `dtype` is not a floating-point dtype.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype must be a floating-point torch.dtype or None, got {dtype}")
     given = Path(name_or_path)
     folder = given if given.is_dir() else path_of(str(name_or_path))
     try:
@@ -106,18 +115,37 @@ def load(
     return model.to(device=device, dtype=dtype or model.dtype)
 
 
+def _require_replaceable(target: Path, overwrite: bool) -> None:
+    if not (overwrite and (target / "config.json").is_file()):
+        raise StoreError(
+            f"cannot save to '{target}': it exists",
+            hint="choose another folder, or overwrite=True to replace a saved model",
+        )
+    others = sorted(path.name for path in target.iterdir() if path.name not in FILES)
+    if others:
+        raise StoreError(
+            f"cannot replace '{target}': beside a model it holds {', '.join(others[:3])}",
+            hint="choose another folder; nothing but a saved model is deleted",
+        )
+
+
 def _write(model: Decoder, folder: Path, name: str) -> None:
-    # Tensors that share storage (none do here, but a user may tie some) are refused by safetensors.
-    weights = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
+    # Copies: safetensors refuses weights that share storage, and a user may have tied some.
+    weights = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in _state(model).items()
+    }
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
     (folder / "config.json").write_text(model.config.to_json() + "\n", encoding="utf-8")
     card = {"name": name} | (model.card or {})
     if model.name != "unnamed":
         card["name"] = model.name
     card["weights_sha256"] = model.weights_sha256()
-    (folder / "card.json").write_text(
-        json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    try:
+        text = json.dumps(card, indent=2, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"model.card cannot be written as JSON: {error}") from None
+    (folder / "card.json").write_text(text + "\n", encoding="utf-8")
     if model.vocab is not None:
         (folder / "vocab.json").write_text(
             json.dumps(model.vocab, ensure_ascii=False) + "\n", encoding="utf-8"
