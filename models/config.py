@@ -81,6 +81,10 @@ class DecoderConfig:
     pad_token_id: int | None = None
     n_train: int | None = None
 
+    def __new__(cls, **fields: Any) -> DecoderConfig:
+        _refuse_unknown(fields)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx"):
             _require_count(name, getattr(self, name))
@@ -166,14 +170,7 @@ class DecoderConfig:
             raise ConfigError(f"configuration is not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ConfigError(f"configuration must be a JSON object, got {type(fields).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name in _NOT_YET:
-                raise ConfigError(f"{name}: {_NOT_YET[name]} is not supported yet")
-            if name not in known:
-                raise ConfigError(
-                    f"unknown configuration field {name!r}", hint=nearest(name, known)
-                )
+        _refuse_unknown(fields)
         required = [
             field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING
         ]
@@ -181,6 +178,15 @@ class DecoderConfig:
         if missing:
             raise ConfigError(f"configuration lacks {', '.join(missing)}")
         return cls(**fields)
+
+
+def _refuse_unknown(fields: dict[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(DecoderConfig)]
+    for name in fields:
+        if name in _NOT_YET:
+            raise ConfigError(f"{name}: {_NOT_YET[name]} is not supported yet")
+        if name not in known:
+            raise ConfigError(f"unknown configuration field {name!r}", hint=nearest(name, known))
 
 
 def _require_count(name: str, value: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformer_lens.config import TransformerLensConfig
 
 from headstream.models.config import DecoderConfig
+from headstream.models.errors import ConfigError
 
 _POSITIONS = {
     "learned": "standard",
@@ -25,7 +26,10 @@ _NORMS = {"layernorm": "LN", "rmsnorm": "RMS", "none": None}
 
 
 class LensConfig(TransformerLensConfig):
-    """A TransformerLensConfig that falls back on the `DecoderConfig` it was made from."""
+    """A TransformerLensConfig that falls back on the `DecoderConfig` it was made from.
+
+    It is a view: setting a field would change nothing about the model, and raises.
+    """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(
@@ -52,6 +56,15 @@ class LensConfig(TransformerLensConfig):
         # Its __post_init__ invents 4 * d_model for a model without an MLP.
         self.d_mlp = config.d_mlp
         self.decoder = config
+        self.settled = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "settled" in self.__dict__:
+            raise ConfigError(
+                f"model.cfg follows from model.config and cannot be changed: {name} = {value!r}",
+                hint="build a Decoder with another DecoderConfig",
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that TransformerLensConfig lacks.
