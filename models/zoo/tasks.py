@@ -1,0 +1,94 @@
+"""Prompt pairs for the zoo's own tasks: what a model was made for, clean and corrupted.
+
+Induction: `<bos> .. A B .. A`, the two A's at every distance that fits; the answer is B. Three ways
+to corrupt it break different things:
+
+    earlier_query   the earlier A becomes a token that occurs nowhere else: nothing matches any
+                    more, so every head of the circuit matters, the previous-token head included
+    answer          B becomes another token: the match stays, what is copied changes
+    last            the last A becomes a token that occurs nowhere else: the query changes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from headstream.models.errors import TaskError, nearest
+from headstream.models.zoo.sequences import single_match
+
+Corruption = Literal["earlier_query", "answer", "last"]
+
+
+def pairs_for(
+    card: Mapping[str, Any], n: int, seed: int, *, corruption: str = "earlier_query"
+) -> dict[str, Any]:
+    """`n` pairs for the task that a model's card names.
+
+    Args:
+        card: a model's card; its `task` holds `kind`, `length` and `n_content`.
+        n: pairs.
+        seed: of the draw; the global random state is not used.
+        corruption: what is replaced, see above.
+    Returns:
+        The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
+        [example], and `roles`, name -> position [example]: `earlier_query` the earlier A,
+        `answer_source` the B after it, `query` the last token. `wrong` is another token of the
+        clean prompt, drawn uniformly from those that are neither A, B nor BOS, so that merely
+        preferring tokens of the context gains nothing.
+    Raises:
+        TaskError: if the card names no task that is known here, or n < 1.
+    """
+    task = card.get("task")
+    kind = task.get("kind") if isinstance(task, Mapping) else None
+    if kind != "induction":
+        raise TaskError(f"the card of {card.get('name')!r} names no known task, got {task!r}")
+    assert isinstance(task, Mapping)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise TaskError(f"n must be a whole number of pairs >= 1, got {n!r}")
+    if corruption not in get_args(Corruption):
+        raise TaskError(
+            f"corruption must be one of {', '.join(get_args(Corruption))}, got {corruption!r}",
+            hint=nearest(str(corruption), get_args(Corruption)),
+        )
+    generator = torch.Generator().manual_seed(seed)
+    made = single_match(n, int(task["length"]), int(task["n_content"]), generator=generator)
+    row = torch.arange(n)
+    last = made.tokens.shape[1] - 1
+    place = {
+        "earlier_query": made.earlier,
+        "answer": made.earlier + 1,
+        "last": torch.full((n,), last),
+    }[corruption]
+    corrupted = made.tokens.clone()
+    corrupted[row, place] = made.fresh[:, 0]
+    answer = made.tokens[row, made.earlier + 1]
+    wrong = _other_token(made.tokens, made.earlier, generator)
+    if corruption == "answer":
+        # What is copied instead is the fair alternative.
+        wrong = made.fresh[:, 0]
+    return {
+        "clean": made.tokens,
+        "corrupted": corrupted,
+        "answer": answer,
+        "wrong": wrong,
+        "roles": {
+            "earlier_query": made.earlier,
+            "answer_source": made.earlier + 1,
+            "query": torch.full((n,), last),
+        },
+    }
+
+
+def _other_token(tokens: Tensor, earlier: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of each row that is neither BOS, A nor B, drawn uniformly."""
+    row = torch.arange(len(tokens))
+    chance = torch.rand(tokens.shape, generator=generator)
+    chance[:, 0] = -1.0
+    chance[:, -1] = -1.0
+    chance[row, earlier] = -1.0
+    chance[row, earlier + 1] = -1.0
+    return tokens[row, chance.argmax(1)]
