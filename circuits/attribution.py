@@ -19,6 +19,7 @@ import xarray as xr
 from torch import Tensor
 
 from headstream.models.errors import ShapeError, TokenError
+from headstream.models.norms import LayerNorm, NoNorm
 
 if TYPE_CHECKING:
     from headstream.models.config import DecoderConfig
@@ -54,14 +55,14 @@ class Readout:
 
 def readout_of(model: Decoder, scale: Tensor | None) -> Readout:
     """The readout of one run; `scale` is its `ln_final.hook_scale`, None without a norm."""
-    norm = model.config.norm
+    norm = model.ln_final
     return Readout(
         unembed=plain_array(model.W_U),
         bias=plain_array(model.b_U) if model.config.unembed_bias else None,
-        gain=None if norm == "none" else plain_array(model.ln_final.w),
-        shift=plain_array(model.ln_final.b) if norm == "layernorm" else None,
+        gain=None if isinstance(norm, NoNorm) else plain_array(norm.w),
+        shift=plain_array(norm.b) if isinstance(norm, LayerNorm) else None,
         scale=None if scale is None else plain_array(scale)[..., 0],
-        centred=norm == "layernorm",
+        centred=isinstance(norm, LayerNorm),
         treatment=treatment_of(model.config),
     )
 

@@ -8,9 +8,10 @@ it shows of an early layer is a view, not that layer's prediction.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xarray as xr
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.hooks import capture
+from headstream.models.norms import LayerNorm, NoNorm
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -102,20 +104,23 @@ def _read(
     frozen: Float[Tensor, "example pos 1"] | None,
 ) -> Float[Tensor, "example pos d_vocab"]:
     """The final norm, by its own statistics or a given scale, then the unembedding."""
+    norm = model.ln_final
     if frozen is None:
-        normalized = model.ln_final(stream)
+        normalized = norm(stream)
     else:
         wide = stream.to(frozen.dtype)
-        if model.config.norm == "layernorm":
+        if isinstance(norm, LayerNorm):
             wide = wide - wide.mean(-1, keepdim=True)
-        normalized = (wide / frozen).to(stream.dtype) * model.ln_final.w
-        if model.config.norm == "layernorm":
-            normalized = normalized + model.ln_final.b
+        normalized = (wide / frozen).to(stream.dtype)
+        if not isinstance(norm, NoNorm):
+            normalized = normalized * norm.w
+        if isinstance(norm, LayerNorm):
+            normalized = normalized + norm.b
     logits: Tensor = normalized @ model.W_U + model.b_U
     return logits
 
 
-def _array(tensor: Tensor) -> np.ndarray:  # type: ignore[type-arg]
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
     """Half precision widened to float32: numpy has no bfloat16."""
     if tensor.is_floating_point():
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -104,8 +104,8 @@ def plan_repeats(
         block = max(2, min(BLOCK, usual // 3)) if length is None else length
         _require_block(block, limit // 2)
         far = max(usual, 2 * block) - block
-        steps = torch.linspace(block, far, N_DISTANCES).round().int().unique().tolist()
-        chosen: tuple[int, ...] = tuple(steps)
+        steps = torch.linspace(block, far, N_DISTANCES).round().int().tolist()
+        chosen = tuple(sorted(set(steps)))
     else:
         chosen = tuple(sorted(set(distances)))
         if not chosen:
@@ -118,7 +118,7 @@ def plan_repeats(
                 f"lie in [{max(2, block)}, {limit - max(2, block)}], from the block's length to "
                 f"what {len(content)} content tokens and {room} positions leave"
             )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if len(chosen) < N_DISTANCES:
         notes = (
             f"{len(chosen)} repeat distance{'s' * (len(chosen) > 1)} instead of {N_DISTANCES}"

@@ -91,17 +91,18 @@ def _attention_writes(
 ) -> Iterator[tuple[str, Tensor]]:
     attn = block.attn
     z = _wide(acts[f"blocks.{layer}.attn.hook_z"])
-    split = visible is not None and attn.b_V is not None
-    if split:
-        bias = _wide(attn.b_V).repeat_interleave(z.shape[2] // attn.b_V.shape[0], 0)
-        share = cast(Tensor, visible)[..., None, None] * bias
+    share: Tensor | None = None
+    if visible is not None and attn.b_V is not None:
+        bias = _wide(cast(Tensor, attn.b_V))
+        bias = bias.repeat_interleave(z.shape[2] // bias.shape[0], 0)
+        share = visible[..., None, None] * bias
         z = z - share
     for head in range(z.shape[2]):
         yield head_name(layer, head), z[:, :, head] @ _wide(attn.W_O[head])
-    if split:
+    if share is not None:
         yield f"L{layer}bV", torch.einsum("ephk,hkd->epd", share, _wide(attn.W_O))
     if attn.b_O is not None:
-        yield f"L{layer}bO", _wide(attn.b_O).expand(*z.shape[:2], -1)
+        yield f"L{layer}bO", _wide(cast(Tensor, attn.b_O)).expand(*z.shape[:2], -1)
 
 
 def _mlp_writes(
