@@ -1,6 +1,6 @@
 """The kinds of result beside patching: what their arrays are called, and the sentence they say.
 
-    heads          score, low, high   (score, layer, head)   chance (score)   label (layer, head)
+    heads          value, low, high   (score, layer, head)   chance (score)   label (layer, head)
                    induction_by_distance, control_by_distance (distance, layer, head)
     decomposition  attribution (component, example)   mean, low, high (component)   total (example)
     audit          one claim a row; nothing else

@@ -60,12 +60,12 @@ def heads(options: Options, model: str, sort: str) -> None:
     data = result.data
     order = sorted(
         ((int(layer), int(head)) for layer in data["layer"] for head in data["head"]),
-        key=lambda at: -_sortable(data["score"].sel(score=sort, layer=at[0], head=at[1])),
+        key=lambda at: -_sortable(data["value"].sel(score=sort, layer=at[0], head=at[1])),
     )
     rows = []
     for layer, head in order:
         cells = data.sel(layer=layer, head=head)
-        scores = [_number(cells["score"].sel(score=score)) for score in _SCORES]
+        scores = [_number(cells["value"].sel(score=score)) for score in _SCORES]
         rows.append([f"L{layer}H{head}", *scores, str(cells["label"].item())])
     chance = ["chance", *(_number(data["chance"].sel(score=score)) for score in _SCORES), ""]
     text = table(["head", *(s.removesuffix("_token") for s in _SCORES), "label"], [*rows, chance])

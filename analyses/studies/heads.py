@@ -51,7 +51,7 @@ def heads_result(model: Decoder, census: HeadCensus, *, seed: int) -> HeadsResul
                 measured(
                     f"heads.{head_name(layer, head)}",
                     f"{head_name(layer, head)} {sentence}",
-                    value=float(data["score"].sel(at)),
+                    value=float(data["value"].sel(at)),
                     unit="attention mass",
                     n=n,
                     interval=(float(data["low"].sel(at)), float(data["high"].sel(at))),

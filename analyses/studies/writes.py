@@ -33,7 +33,9 @@ def direct_writes(model: Decoder, task: Task, *, seed: int = 0) -> Decomposition
     values = attribution.values
     ends = np.stack([mean_interval(row, seed=seed) for row in values])
     total = values.sum(0)
-    order = np.argsort(-np.abs(values.mean(1)))[:_CLAIMED]
+    size = np.abs(values.mean(1))
+    # Rounding writes nothing: a component far below the total gets no claim.
+    order = np.argsort(-size)[: min(_CLAIMED, int((size > 1e-3 * size.max()).sum()))]
     components = attribution["component"].values.tolist()
     of = str(attribution.attrs["of"])
     n = values.shape[1]
