@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from headstream.models.attend_naive import check_heads, check_mask, widen
@@ -38,7 +38,7 @@ def attend_blocks(
     v: Float[Tensor, "batch key_pos kv_head d_value"],
     *,
     scale: float,
-    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    key_mask: Tensor | None = None,
     block_size: int | None = None,
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
     """Causal attention by the block loop; arguments and results as in `attend_flash`.
@@ -151,7 +151,7 @@ def _one_query_block(
     rows: slice,
 ) -> tuple[Tensor, Tensor]:
     """z and lse of the queries `rows`, reading the key blocks from left to right."""
-    shape = q[..., rows, 0].shape
+    shape = q[..., rows, :].shape[:-1]
     maximum = q.new_full(shape, -torch.inf)
     normaliser = q.new_zeros(shape)
     numerator = q.new_zeros(*shape, v.shape[-1])

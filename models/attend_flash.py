@@ -11,8 +11,6 @@ Two kernels give the same numbers:
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -21,10 +19,10 @@ from headstream.models.attend_blocks import attend_blocks, merge
 from headstream.models.attend_naive import check_heads, check_mask, widen
 from headstream.models.errors import BackendError
 
-Kernel = Literal["auto", "fused", "blocks"]
+KERNELS = ("auto", "fused", "blocks")
 
-# The release on which the kernel was checked to know query heads that share a key/value head; the
-# check was added to it in 2025, and before it read memory beyond the keys.
+# The release on which the kernel was checked to share a key/value head between query heads. Kernels
+# without that support (it was merged in 2025) would take a key/value head for each query head.
 GROUPED_SINCE = "2.13"
 
 
@@ -34,8 +32,8 @@ def attend_flash(
     v: Float[Tensor, "batch key_pos kv_head d_value"],
     *,
     scale: float,
-    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
-    kernel: Kernel = "auto",
+    key_mask: Tensor | None = None,
+    kernel: str = "auto",
     block_size: int | None = None,
     need_lse_grad: bool = False,
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
@@ -46,7 +44,7 @@ def attend_flash(
         k: keys.
         v: values; their width need not be the keys'.
         scale: what q . k is multiplied by.
-        key_mask: True where a key may be read; None lets every key be read.
+        key_mask: boolean [batch, key_pos], True where a key may be read; None lets every key be.
         kernel: "fused", "blocks", or "auto" for fused where it is right.
         block_size: side of a tile of the block loop, None for its own choice; no effect on the
             fused kernel.
@@ -62,7 +60,7 @@ def attend_flash(
     """
     check_heads(q, k)
     check_mask(k, key_mask)
-    if kernel not in ("auto", "fused", "blocks"):
+    if kernel not in KERNELS:
         raise BackendError(f"no flash kernel {kernel!r}", hint="use 'auto', 'fused' or 'blocks'")
     if kernel != "blocks":
         refusal = why_not_fused(q, k, v, key_mask=key_mask, need_lse_grad=need_lse_grad)
@@ -89,7 +87,7 @@ def why_not_fused(
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return "an axis is empty, on which the kernel divides by zero"
     if q.shape[2] != k.shape[2] and torch.__version__ < GROUPED_SINCE:
-        return f"before torch {GROUPED_SINCE} the kernel reads past the end of shared heads"
+        return f"only from torch {GROUPED_SINCE} on is it known to share a key/value head"
     if need_lse_grad:
         return "its log-sum-exp carries no gradient"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -29,7 +29,7 @@ def attend_naive(
     v: Float[Tensor, "batch key_pos kv_head d_value"],
     *,
     scale: float,
-    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    key_mask: Tensor | None = None,
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
     """Causal attention by the definition: the four steps of this module in a row.
 
@@ -38,7 +38,7 @@ def attend_naive(
         k: keys; at least as many positions as `q`, the queries being the last of them.
         v: values; their width need not be the keys'.
         scale: what q . k is multiplied by, 1 / sqrt(d_head) by custom.
-        key_mask: True where a key may be read; None lets every key be read.
+        key_mask: boolean [batch, key_pos], True where a key may be read; None lets every key be.
     Returns:
         `z` in the dtype of `v`, and the natural log-sum-exp of each row of scores, float32 for
         half-precision inputs. A row that may read nothing has z = 0 and lse = -inf.
@@ -83,7 +83,7 @@ def masked_scores(
     k: Float[Tensor, "batch key_pos kv_head d_head"],
     *,
     scale: float,
-    key_mask: Bool[Tensor, "batch key_pos"] | None = None,
+    key_mask: Tensor | None = None,
 ) -> Float[Tensor, "batch head query_pos key_pos"]:
     """Scaled scores, -inf where the edge is not allowed.
 
