@@ -118,13 +118,12 @@ def plan_repeats(
                 f"lie in [{max(2, block)}, {limit - max(2, block)}], from the block's length to "
                 f"what {len(content)} content tokens and {room} positions leave"
             )
-    notes: tuple[str, ...] = ()
-    if len(chosen) < N_DISTANCES:
-        notes = (
-            f"{len(chosen)} repeat distance{'s' * (len(chosen) > 1)} instead of {N_DISTANCES}"
-            + (": one distance cannot tell content from position" if len(chosen) == 1 else ""),
-        )
-    return RepeatPlan(block, chosen, content, config.bos_token_id, notes)
+    notes = []
+    if distances is None and len(chosen) < N_DISTANCES:
+        notes.append(f"{len(chosen)} of {N_DISTANCES} repeat distances fit this model")
+    if len(chosen) == 1:
+        notes.append("one repeat distance: only the control tells content from position")
+    return RepeatPlan(block, chosen, content, config.bos_token_id, tuple(notes))
 
 
 def draw_orders(plan: RepeatPlan, n: int, generator: Generator) -> Int[Tensor, "batch content"]:

@@ -14,6 +14,7 @@ from headstream.circuits.labels import LABELS, label_heads, percentile_interval
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import BackendError, ShapeError, TokenError
+from headstream.models.zoo.constructed import constructed_induction
 
 HeadPattern = Callable[[Tensor], Tensor]
 N = 8
@@ -103,6 +104,21 @@ def test_every_kind_is_found_and_nothing_else() -> None:
     )
 
 
+@pytest.mark.parametrize("distances", [None, [2, 5], [16]])
+def test_the_constructed_circuit_is_found_whole_and_alone(distances: list[int] | None) -> None:
+    """Ground truth: no miss and no false find, also where a distance of 2 helps position."""
+    model = constructed_induction()
+    assert model.card is not None
+    found = score_heads(model, n=N, distances=distances)
+    truth = model.card["circuit"]
+    assert found.found("previous-token") == truth["previous-token"] == ["L0H1"]
+    assert found.found("induction pattern") == truth["induction"] == ["L1H2"]
+    assert found.found("none") == truth["idle"]
+    copying = found.to_frame()["copying"]
+    assert copying["L1H2"] == pytest.approx(1.0, abs=1e-9)
+    assert copying.drop("L1H2").isna().all()  # they write nothing that W_U reads
+
+
 def test_a_head_that_copies_from_a_fixed_distance_is_no_induction_pattern() -> None:
     """Perfect at its own distance, where position alone explains it; blind at the others."""
     found = census(back(9), back(10), distances=[10, 14, 20])
@@ -121,7 +137,7 @@ def test_at_its_own_distance_alone_only_the_control_unmasks_it() -> None:
     assert found.data["value"].sel(score="induction").values[0].tolist() == [1.0, 1.0]
     assert found.data["value"].sel(score="induction_control").values[0].tolist() == [1.0, 0.0]
     assert found.found("induction pattern") == ["L0H1"]
-    assert "one distance cannot tell content from position" in found.notes[0]
+    assert found.notes[0] == "one repeat distance: only the control tells content from position"
 
 
 def test_one_blind_distance_takes_the_label_away() -> None:

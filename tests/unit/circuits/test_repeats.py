@@ -64,12 +64,13 @@ def test_default_spreads_over_what_fits() -> None:
 def test_fewer_distances_are_stated() -> None:
     plan = plan_repeats(config(d_vocab=7))  # 6 content tokens
     assert (plan.length, plan.distances) == (2, (2, 3, 4))
-    assert plan.notes == ("3 repeat distances instead of 4",)
+    assert plan.notes == ("3 of 4 repeat distances fit this model",)
     plan = plan_repeats(config(n_ctx=5))
     assert plan.distances == (2,)
-    assert plan.notes == (
-        "1 repeat distance instead of 4: one distance cannot tell content from position",
-    )
+    only = "one repeat distance: only the control tells content from position"
+    assert plan.notes == ("1 of 4 repeat distances fit this model", only)
+    assert plan_repeats(config(), distances=[20]).notes == (only,)
+    assert plan_repeats(config(), distances=[20, 30]).notes == ()
 
 
 def test_asked_for_distances_and_length() -> None:

@@ -14,6 +14,7 @@ from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ExactnessError, HookError, ShapeError, TokenError
 from headstream.models.hooks import capture
+from headstream.models.zoo.constructed import constructed_induction
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -155,6 +156,15 @@ def test_attribution_by_hand_without_norm() -> None:
     expected = found.writes.sel(component="L0H3").values[:, -1] @ direction
     ours = found.logit_attribution(1, 2).sel(component="L0H3")
     np.testing.assert_allclose(ours, expected, atol=1e-13)
+
+
+def test_the_constructed_answer_is_written_by_the_induction_head_alone() -> None:
+    """Its copied token has logit 10, and no other component writes what W_U reads."""
+    model = constructed_induction()
+    tokens = torch.tensor([[0, 7, 4, 9, 3, 4]])  # after 4 came 9
+    found = decompose_residual(model, tokens).logit_attribution(9, 3)
+    assert found.sel(component="L1H2").item() == pytest.approx(10.0, abs=1e-5)
+    assert float(abs(found.drop_sel(component="L1H2")).max()) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
