@@ -22,6 +22,7 @@ from headstream.analyses.evidence import Claim, Evidence, proven
 from headstream.analyses.kinds import AuditResult
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
+from headstream.models.errors import ExactnessError
 
 # Sums of some hundred float64 terms of order one round at about 1e-14; 1e-10 leaves room for depth
 # and width and is still a million times below what any wrong formula gives.
@@ -137,6 +138,9 @@ def _run(item: Check, subject: Subject) -> tuple[Claim | None, dict[str, Any]]:
             "passed": True,
             "applies": False,
         }
+    except ExactnessError as broken:
+        # A check that stands on an identity of its own which does not hold has failed too.
+        finding = Finding(float("inf"), broken.message)
     claim = proven(
         item.id, item.statement, error=finding.error, bound=item.bound, reason=item.reason
     )
