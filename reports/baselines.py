@@ -6,6 +6,7 @@ import json
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from headstream.reports import formats
 from headstream.reports.blocks import Block, Section, Term, Terms
@@ -153,7 +154,7 @@ def _controls(items: tuple[Item, ...]) -> Block:
     return table("Controls: what should not move the metric", columns, rows, sortable=False)
 
 
-def _interval(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[float, float]:
+def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """The 95% interval of a mean over prompts, by the method used for the effects."""
     from headstream.analyses.patching.inference import mean_interval
 

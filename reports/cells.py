@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from jaxtyping import Bool, Float, Int
 
 from headstream.analyses.evidence import Evidence
 from headstream.analyses.patching.result import site_label
@@ -47,18 +48,18 @@ class Cells:
     rows: Axis
     columns: Axis
     names: tuple[tuple[str, ...], ...]
-    mean: np.ndarray[Any, Any]
-    low: np.ndarray[Any, Any]
-    high: np.ndarray[Any, Any]
-    normalized: np.ndarray[Any, Any]
-    p_value: np.ndarray[Any, Any]
-    q_value: np.ndarray[Any, Any]
-    unrelated: np.ndarray[Any, Any]
-    normalized_low: np.ndarray[Any, Any]
-    normalized_high: np.ndarray[Any, Any]
-    second: np.ndarray[Any, Any]
-    counts: np.ndarray[Any, Any]
-    causal: np.ndarray[Any, Any]
+    mean: Float[np.ndarray, "row column"]
+    low: Float[np.ndarray, "row column"]
+    high: Float[np.ndarray, "row column"]
+    normalized: Float[np.ndarray, "row column"]
+    p_value: Float[np.ndarray, "row column"]
+    q_value: Float[np.ndarray, "row column"]
+    unrelated: Float[np.ndarray, "row column"]
+    normalized_low: Float[np.ndarray, "row column"]
+    normalized_high: Float[np.ndarray, "row column"]
+    second: Float[np.ndarray, "row column"]
+    counts: Int[np.ndarray, "row column"]
+    causal: Bool[np.ndarray, "row column"]
     alpha: float
     n: int | None
     unit: str
@@ -79,7 +80,7 @@ class Cells:
         dims.sort(key=_ORDER.index)
         down, across = (dims[:-1], dims[-1:]) if len(dims) > 1 else (dims, [])
 
-        def grid(name: str) -> np.ndarray[Any, Any]:
+        def grid(name: str) -> Float[np.ndarray, "row column"]:
             if name not in data:
                 return np.full(shape, np.nan)
             array: xr.DataArray = data[name].transpose(*dims)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from headstream.models.names import head_name
@@ -18,7 +18,7 @@ from headstream.reports.tables import Cell, Column, Table, exact, table
 
 _MOST_LINES = 4
 _FULL_TABLE = 24
-Array = np.ndarray[Any, Any]
+Array = npt.NDArray[np.float64]
 
 
 def census(study: Study) -> Section | None:

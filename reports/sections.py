@@ -12,7 +12,10 @@ from headstream.reports.effects import effects
 from headstream.reports.opening import claims, model
 from headstream.reports.prompts import prompts
 from headstream.reports.study import Study
+from headstream.reports.tokens import cut
 from headstream.reports.writes import writes
+
+_LONGEST = 400
 
 Builder = Callable[[Study], Section | None]
 
@@ -29,16 +32,14 @@ BUILDERS: tuple[tuple[str, str, Builder], ...] = (
 )
 
 
-def sections(
-    study: Study, builders: tuple[tuple[str, str, Builder], ...] = BUILDERS
-) -> list[Section]:
+def sections(study: Study) -> list[Section]:
     """All sections that the study has something for, then its limits.
 
     A part for a kind of result that is absent is left out. A part that raises stays, with the
     error's words, and the limits name it.
     """
     built = []
-    for slug, title, build in builders:
+    for slug, title, build in BUILDERS:
         section = _guarded(slug, title, build, study)
         if section is not None:
             built.append(section)
@@ -52,4 +53,5 @@ def _guarded(slug: str, title: str, build: Builder, study: Study) -> Section | N
         return build(study)
     except Exception as error:
         # Any error: one part that cannot be drawn must not take the others with it.
-        return Section(slug, title, broken=f"{type(error).__name__}: {error}")
+        words = " ".join(str(error).split())
+        return Section(slug, title, broken=cut(f"{type(error).__name__}: {words}", _LONGEST))

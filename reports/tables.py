@@ -32,7 +32,7 @@ class Cell:
 
     text: str = ""
     note: str = ""
-    value: float | None = None
+    value: float | int | None = None
     href: str | None = None
     evidence: Evidence | None = None
     code: bool = False

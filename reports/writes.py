@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from headstream.reports import formats
 from headstream.reports.blocks import Block, Figure, Fold, Heading, Prose, Section, Term, Terms
@@ -136,9 +137,9 @@ def _caption(item: Item, rest: list[int], unit: str) -> str:
 def _table(
     item: Item,
     names: list[str],
-    mean: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    low: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    high: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    mean: npt.NDArray[np.float64],
+    low: npt.NDArray[np.float64],
+    high: npt.NDArray[np.float64],
     ranked: list[int],
     unit: str,
 ) -> Table:

@@ -1,0 +1,80 @@
+"""The first lines: the finding with its numbers, and before it what speaks against it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headstream.analyses.evidence import Evidence
+from headstream.reports.headline import headline
+from headstream.reports.study import Study
+
+
+def of(*results):
+    return headline(Study.of("a title", list(results)))
+
+
+def test_finding_names_the_causal_heads_with_effect_interval_and_n(samples) -> None:
+    line = of(samples.audit(), samples.patching())
+    assert line.alarms == ()
+    (finding,) = line.finding
+    assert finding == samples.patching().summary() + "."
+    for words in ("Two heads restore the answer", "L1H2", "0.85", "[0.83, 0.87]", "L0H1", "n = 12"):
+        assert words in finding
+    assert line.facts == (
+        "12 prompt pairs",
+        "every check passed (3 of 3)",
+        "model toy-2l",
+        "seed 0",
+        "float32 on cpu",
+    )
+
+
+def test_tally_counts_labels_and_leaves_out_none(samples) -> None:
+    line = of(samples.audit(), samples.patching())
+    assert dict(line.tally) == {Evidence.PROVEN: 3, Evidence.CAUSAL: 2, Evidence.UNKNOWN: 1}
+
+
+def test_failed_check_comes_before_the_finding(samples) -> None:
+    line = of(samples.audit(failing=True), samples.patching())
+    (alarm,) = line.alarms
+    assert alarm.startswith("Warning: 1 of three checks FAILED: B2 (the writes sum to the final")
+    assert "2 of 3 checks passed" in line.facts
+
+
+def test_one_pair_is_called_a_demonstration(samples) -> None:
+    line = of(samples.patching(n=1))
+    assert line.alarms[0].startswith("A demonstration on one prompt pair")
+    assert line.finding[0].startswith("No head of 8 is shown to restore the answer")
+    assert line.facts[0] == "1 prompt pair"
+
+
+def test_five_pairs_are_too_few(samples) -> None:
+    assert of(samples.patching(n=5)).alarms[0].startswith("Only 5 prompt pairs: too few")
+    assert of(samples.patching(n=6)).alarms == ()
+
+
+def test_both_directions_are_said(samples) -> None:
+    line = of(samples.patching(), samples.patching(direction="noise"))
+    assert [text.split(":")[0] for text in line.finding] == [
+        "Two heads restore the answer",
+        "Two heads are needed for the answer",
+    ]
+
+
+def test_heads_come_before_positions(samples) -> None:
+    line = of(samples.by_position(), samples.patching())
+    assert len(line.finding) == 1
+    assert line.finding[0].startswith("Two heads")
+    assert of(samples.by_position()).finding[0].startswith("One site restores the answer: L1@5")
+
+
+def test_nothing_found_is_said(samples) -> None:
+    line = of(samples.patching(mean=np.full((2, 4), 0.01), causal=[]))
+    assert line.finding[0].startswith("No head of 8 is shown to restore the answer")
+
+
+def test_without_intervention_nothing_is_about_cause(samples) -> None:
+    line = of(samples.heads(), samples.decomposition())
+    assert line.finding[0] == "No intervention was run: nothing on this page is about cause."
+    assert "induction pattern: L1H2" in line.finding[1]
+    assert "no identity was checked" in line.facts
