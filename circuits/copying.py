@@ -65,7 +65,8 @@ def copying_score(
         circuit = ov_circuit(model, layer, head)
         left, right = circuit.A.double(), circuit.B.double()
         score[layer, head] = eigenvalue_score(left, right)
-        share[:, layer, head] = top_share(left, right, top)
+        if top:
+            share[:, layer, head] = top_share(left, right, top)
     low, high = random_interval(model, n_random=n_random, seed=seed)
     return xr.Dataset(
         {

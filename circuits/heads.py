@@ -237,7 +237,7 @@ def _masses(
             )
         patterns = [acts[f"blocks.{layer}.attn.hook_pattern"] for layer in range(config.n_layers)]
         for name, keys in targets.items():
-            masses = [target_mass(p.cpu().double(), keys[some]) for p in patterns]
+            masses = [target_mass(p.cpu().float(), keys[some]).double() for p in patterns]
             parts[name].append(torch.stack(masses, 1).numpy())
     return {name: np.concatenate(part) for name, part in parts.items()}
 

@@ -15,6 +15,7 @@ a write that acts through a later head counts as that head's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,8 +143,9 @@ def decompose_residual(
         HookError: if `at` names no stream of this model.
         ShapeError: if the writes would take more than 8 GiB.
     Note:
-        The bound is the worst case of rounding: the number of additions and the longest inner
-        product, times the machine epsilon of the dtype, times the largest sum of |writes|.
+        The bound is what rounding can do: errors have either sign, so those of m additions and
+        of an inner product of n terms add up to about sqrt(m) and sqrt(n) times the dtype's
+        epsilon times the largest sum of |writes|; twice that is allowed.
         Shortformer vectors go into q and k and are no write.
     """
     target = _stream_name(model.config, at)
@@ -185,7 +187,8 @@ def _compare(
     additions = 2 * config.n_layers + 8
     longest = max(config.n_heads * config.d_head, config.d_mlp or 0)
     wide = torch.promote_types(stream.dtype, torch.float32)
-    bound = size * (additions * torch.finfo(stream.dtype).eps + longest * torch.finfo(wide).eps)
+    narrow, exact = torch.finfo(stream.dtype).eps, torch.finfo(wide).eps
+    bound = 2 * size * (math.sqrt(additions) * narrow + math.sqrt(longest) * exact)
     remainder = stream.double() - total
     largest = float(remainder.abs().max())
     if not largest <= bound:

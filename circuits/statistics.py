@@ -191,7 +191,7 @@ def target_mass(
     pattern: Float[Tensor, "batch head query_pos key_pos"], targets: Targets
 ) -> Float[Tensor, "batch head"]:
     """Mean over the queries that have a target of the mass on their targets; NaN if none has."""
-    mass = (pattern * targets[:, None]).sum((-2, -1))
+    mass = torch.einsum("bhqk,bqk->bh", pattern, targets.to(pattern.dtype))
     return mass / targets.any(-1).sum(-1)[:, None]
 
 
