@@ -12,7 +12,7 @@ this model; `lens_surface.py` holds what they ask for beyond that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -212,7 +212,7 @@ class Decoder(LensSurface):
         *,
         temperature: float = 0.0,
         seed: int | None = None,
-        fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
+        fwd_hooks: Iterable[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
     ) -> Int[Tensor, "batch pos"]:
         """`tokens` continued by `max_new_tokens`; see `generation.generate`."""
         return generation.generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +27,7 @@ def generate(
     *,
     temperature: float = 0.0,
     seed: int | None = None,
-    fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
+    fwd_hooks: Iterable[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
 ) -> Int[Tensor, "batch pos"]:
     """Append `max_new_tokens` tokens to each row.
 
