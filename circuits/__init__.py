@@ -1,4 +1,7 @@
-"""Pure functions and small values on weights and on one run. Names load on first use; `__init__.pyi` lists them."""
+"""Pure functions and small values on weights and on one run.
+
+Names load on first use; `__init__.pyi` lists them.
+"""
 
 import lazy_loader
 

@@ -1,0 +1,17 @@
+from .copying import copying_score as copying_score
+from .folding import fold as fold
+from .heads import HeadCensus as HeadCensus
+from .heads import score_heads as score_heads
+from .lens import logit_lens as logit_lens
+from .residual import ResidualDecomposition as ResidualDecomposition
+from .residual import decompose_residual as decompose_residual
+from .statistics import chance_level as chance_level
+from .statistics import current_token_score as current_token_score
+from .statistics import detect_head_score as detect_head_score
+from .statistics import duplicate_token_score as duplicate_token_score
+from .statistics import mean_over_examples as mean_over_examples
+from .statistics import prefix_matching_score as prefix_matching_score
+from .statistics import previous_token_score as previous_token_score
+from .statistics import sink_mass as sink_mass
+from .weights import ov_circuit as ov_circuit
+from .weights import qk_circuit as qk_circuit
