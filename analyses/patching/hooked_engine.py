@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -142,16 +144,16 @@ def _writer(
     columns: Int[Tensor, "row slot"],
     head: int | None,
 ) -> Callable[[Tensor], Tensor]:
+    """The edit that puts `values` into their columns, where present."""
     row, slot = present.nonzero(as_tuple=True)
     at = (row, columns[row, slot]) if head is None else (row, columns[row, slot], head)
-    given = values[row, slot]
+    return partial(_written, at=at, values=values[row, slot])
 
-    def write(activation: Tensor) -> Tensor:
-        patched = activation.clone()
-        patched[at] = given
-        return patched
 
-    return write
+def _written(activation: Tensor, *, at: tuple[Any, ...], values: Tensor) -> Tensor:
+    patched = activation.clone()
+    patched[at] = values
+    return patched
 
 
 def _chunks(model: Decoder, task: Task) -> list[slice]:

@@ -67,7 +67,7 @@ def labelled(
     if not refused:
         # A cell that some pairs lack is compared with the gap of the pairs that have it.
         gaps = inference.mean_over_prompts(np.where(np.isfinite(effects), gap, np.nan))
-        shares = sign * mean / gaps
+        shares = sign * mean / gaps + 0.0  # no effect is +0, not -0
         share_low, share_high = inference.ratio_interval(sign * effects, gap, seed=seed)
     return xr.Dataset(
         {

@@ -148,7 +148,8 @@ class PatchingResult(Result):
         if not causal:
             none = f"No {nouns[0]} of {total} is shown to {_verb(self.details, 1.0, many=None)}"
             largest = max(ranked_cells(self.data), key=lambda cell: abs(cell.mean))
-            return f"{none}; largest {largest.worded(refused, metric['unit'])} (n = {n})"
+            what = f"largest {largest.worded(refused, metric['unit'])}"
+            return f"{none}; {what if largest.mean else 'every effect is zero'} (n = {n})"
         if refused:
             moved = {_verb(self.details, None, many=len(causal) > 1): causal}
         else:

@@ -162,9 +162,11 @@ class Task:
         return self.columns.gather(1, self.answer_pos[:, None])[:, 0]
 
     @classmethod
-    def for_model(cls, model: Decoder, n: int = 64, seed: int = 0) -> Task:
+    def for_model(cls, model: Decoder, n: int = 64, seed: int = 0, **options: Any) -> Task:
         """The task a zoo model was made for: `n` pairs drawn with `seed`.
 
+        Args:
+            options: passed to `zoo.tasks.pairs_for`, such as `corruption="answer"`.
         Raises:
             TaskError: if the model has no card, or its card names no task.
         """
@@ -175,7 +177,7 @@ class Task:
             )
         from headstream.models.zoo.tasks import pairs_for
 
-        pairs: dict[str, Any] = dict(pairs_for(model.card, n, seed))
+        pairs: dict[str, Any] = dict(pairs_for(model.card, n, seed, **options))
         return cls(**pairs)
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from headstream.analyses.patching import hooked_engine
 from headstream.analyses.patching.hooked_engine import (
     Donor,
@@ -19,7 +21,6 @@ from headstream.analyses.patching.sites import Grid, plan
 from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture
-from torch import Tensor
 
 MakeTask = Callable[..., Task]
 

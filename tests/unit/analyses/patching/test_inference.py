@@ -7,9 +7,10 @@ import re
 
 import numpy as np
 import pytest
+from scipy import stats
+
 from headstream.analyses.patching import inference
 from headstream.models.errors import TaskError
-from scipy import stats
 
 ONES = [1.0] * 6
 ALTERNATING = [2.0, -2.0] * 3
@@ -97,7 +98,7 @@ class TestSignFlips:
         assert padded.family.tolist() == [True, True, False, False, False]
 
     def test_the_floor_says_what_zero_is(self) -> None:
-        flipped = inference.sign_flips(np.array([[1e-9] * 8, ONES + [1.0, 1.0]]), floor=1e-8)
+        flipped = inference.sign_flips(np.array([[1e-9] * 8, [*ONES, 1.0, 1.0]]), floor=1e-8)
         assert flipped.family.tolist() == [False, True]
 
     def test_below_six_prompts_there_is_no_p(self) -> None:

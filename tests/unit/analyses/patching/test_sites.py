@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from headstream.analyses.patching.sites import SITES, plan
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
@@ -20,9 +21,7 @@ CORRUPTED = torch.tensor([[0, 9, 6, 5], [0, 9, 8, 7]])
 
 
 def make(**changes: Any) -> Task:
-    return Task(
-        **{"clean": CLEAN, "corrupted": CORRUPTED, "answer": [6, 8], "wrong": 1, **changes}
-    )
+    return Task(**{"clean": CLEAN, "corrupted": CORRUPTED, "answer": [6, 8], "wrong": 1, **changes})
 
 
 class TestPairs:
@@ -245,7 +244,10 @@ class TestJsonLines:
             ({**GOOD, "answer": "a b"}, "line 2: 'a b' is 2 tokens, expected one"),
             ({**GOOD, "answer": None}, "line 2: 'answer' must be one token, got None"),
             ({**GOOD, "corrupted": "b"}, "line 2: corrupted has 2 tokens, clean has 3"),
-            ({**GOOD, "clean": 3}, "line 2: 'clean' must be a string or a list of token ids, got 3"),
+            (
+                {**GOOD, "clean": 3},
+                "line 2: 'clean' must be a string or a list of token ids, got 3",
+            ),
             ({**GOOD, "clean": ["a"]}, r"line 2: clean\[0\] must be a list of token ids"),
         ],
     )
