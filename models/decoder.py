@@ -351,7 +351,7 @@ def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     if missing or unknown:
         parts = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
         raise ConfigError(f"weights do not fit the configuration: {'; '.join(parts)}")
-    for name, tensor in weights.items():
+    for name, tensor in sorted(weights.items()):
         if tensor.shape != expected[name].shape:
             raise ConfigError(
                 f"weight '{name}' has shape {list(tensor.shape)}, "
