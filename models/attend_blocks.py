@@ -62,7 +62,7 @@ def attend_blocks(
     kv_heads = k.shape[2]
     # One kv_head serves a group of neighbouring query heads; the group is an axis, not a copy.
     grouped = widen(q).reshape(batch, query_pos, kv_heads, heads // kv_heads, d_head)
-    z, lse = _Blocks.apply(
+    z, lse = _Blocks.apply(  # type: ignore[no-untyped-call]
         grouped.permute(0, 2, 3, 1, 4),
         widen(k).transpose(1, 2).contiguous(),
         widen(v).transpose(1, 2).contiguous(),
@@ -118,7 +118,7 @@ class _Blocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, key_mask, z, lse)
 
     @staticmethod
-    def backward(ctx: Any, grad_z: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_z: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         """P = exp(S - lse); dV = P^T dO; dS = P (dO V^T - D + dlse); dQ = c dS K; dK = c dS^T Q."""
         q, k, v, key_mask, z, lse = ctx.saved_tensors
         scale, block_size = ctx.scale, ctx.block_size
@@ -137,7 +137,7 @@ class _Blocks(torch.autograd.Function):
                 grad_scores = pattern * (grad_pattern + shift[..., rows].flatten(2, 3)[..., None])
                 grad_v[..., cols, :] += pattern.mT @ out
                 grad_k[..., cols, :] += scale * (grad_scores.mT @ query)
-                grad_q[..., rows, :] += scale * (grad_scores @ key).unflatten(2, (q.shape[2], -1))
+                grad_q[..., rows, :] += scale * (grad_scores @ key).reshape(q[..., rows, :].shape)
         return grad_q, grad_k, grad_v, None, None, None
 
 
@@ -163,8 +163,8 @@ def _one_query_block(
         rescale = torch.exp(maximum - finite)
         weights = scores.sub_(finite[..., None]).exp_()
         normaliser = rescale * normaliser + weights.sum(-1)
-        weighted = (weights.flatten(2, 3) @ v[..., cols, :]).unflatten(2, (q.shape[2], -1))
-        numerator = rescale[..., None] * numerator + weighted
+        weighted = weights.flatten(2, 3) @ v[..., cols, :]
+        numerator = rescale[..., None] * numerator + weighted.reshape(numerator.shape)
         maximum = new_maximum
     empty = normaliser == 0
     z = numerator / normaliser.masked_fill(empty, 1.0)[..., None]
@@ -176,7 +176,7 @@ def _tile(
 ) -> Tensor:
     """Scores [batch, kv_head, group, rows, cols], -inf where the edge is not allowed."""
     query, key = q[..., rows, :], k[..., cols, :]
-    scores = ((scale * query).flatten(2, 3) @ key.mT).unflatten(2, (q.shape[2], -1))
+    scores = ((scale * query).flatten(2, 3) @ key.mT).reshape(*query.shape[:-1], key.shape[2])
     first = k.shape[2] - q.shape[3]
     if cols.stop > first + rows.start + 1:
         own = torch.arange(first + rows.start, first + rows.stop, device=q.device)

@@ -149,8 +149,8 @@ def _kernel(
     )
     z = z.transpose(1, 2)[..., :d_value]
     if key_mask is not None:
-        # A row that may read nothing comes back as lse = 0, as if it were a value (and in earlier
-        # releases as z = NaN).
+        # A row that may read nothing comes back as lse = 0, as if that were a value; its z = 0 is
+        # what this release does and no promise.
         empty = _nothing_to_read(q.shape[1] if causal else 1, key_mask)
         z = z.masked_fill(empty[:, :, None, None], 0.0)
         lse = lse.masked_fill(empty[:, None, :], -torch.inf)

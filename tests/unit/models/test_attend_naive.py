@@ -89,6 +89,18 @@ def test_rows_with_nothing_to_read_give_finite_gradients():
         assert (grad[0] != 0).any()
 
 
+def test_empty_rows_give_finite_gradients_at_the_scores_themselves():
+    # A hook stands on the scores, after the mask: torch.logsumexp's own gradient is NaN there.
+    scores = torch.tensor([[[[NINF, NINF], [0.0, LN3]]]], requires_grad=True)
+    lse = row_lse(scores)
+    pattern = pattern_of(scores, lse)
+    (grad,) = torch.autograd.grad(lse.sum(), scores, retain_graph=True)
+    torch.testing.assert_close(grad.tolist(), [[[[0.0, 0.0], [0.25, 0.75]]]])
+    (grad,) = torch.autograd.grad(pattern[..., 1].sum(), scores)
+    # A softmax moves by p_1 (1 - p_1) = 3 / 16.
+    torch.testing.assert_close(grad.tolist(), [[[[0.0, 0.0], [-0.1875, 0.1875]]]])
+
+
 def test_the_known_row_has_a_natural_logarithm():
     # One query at the end of a row of scores 0, 0, 0, 0, 3, 0, 0, 0.
     k = line(0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0)
