@@ -40,7 +40,8 @@ class Claim:
         statement: the sentence, without its evidence.
         evidence: the label.
         value, unit: the number behind it (largest error, effect, score) and its unit.
-        interval: 95% interval of `value`, where there is one.
+        interval: 95% interval of `value`; None where there is none (one that is not finite
+            becomes None).
         n: examples behind it.
         reason: what the label rests on, or why a stronger one was refused.
         where: the section of a report that shows it ("patching", "heads", "audit", ...).
@@ -55,6 +56,11 @@ class Claim:
     n: int | None = None
     reason: str = ""
     where: str = ""
+
+    def __post_init__(self) -> None:
+        # An interval that could not be computed (one prompt, say) is no interval.
+        if self.interval is not None and not all(map(math.isfinite, self.interval)):
+            object.__setattr__(self, "interval", None)
 
 
 def proven(

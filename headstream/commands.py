@@ -18,7 +18,15 @@ from headstream.models.zoo.registry import list_models, path_of
 if TYPE_CHECKING:
     from headstream.analyses.result import Result
 
-_SCORES = ["previous_token", "duplicate_token", "current_token", "induction", "sink", "copying"]
+# Score -> column heading; 80 columns must hold them all beside the longest label.
+_SCORES = {
+    "previous_token": "previous",
+    "duplicate_token": "dupl.",
+    "current_token": "current",
+    "induction": "induction",
+    "sink": "sink",
+    "copying": "copying",
+}
 
 
 @cli.command()
@@ -45,7 +53,7 @@ def models(options: Options, name: str | None) -> None:
 @click.argument("model", type=Model())
 @click.option(
     "--sort",
-    type=click.Choice(_SCORES),
+    type=click.Choice(list(_SCORES)),
     default="induction",
     show_default=True,
     help="Score that decides the order.",
@@ -68,7 +76,7 @@ def heads(options: Options, model: str, sort: str) -> None:
         scores = [_number(cells["value"].sel(score=score)) for score in _SCORES]
         rows.append([f"L{layer}H{head}", *scores, str(cells["label"].item())])
     chance = ["chance", *(_number(data["chance"].sel(score=score)) for score in _SCORES), ""]
-    text = table(["head", *(s.removesuffix("_token") for s in _SCORES), "label"], [*rows, chance])
+    text = table(["head", *_SCORES.values(), "label"], [*rows, chance])
     note = (
         f"{result.details['n']} random sequences, seed {options.seed}; MEASURED: a pattern is not "
         "an effect"
