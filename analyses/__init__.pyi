@@ -1,0 +1,15 @@
+from .claims.ledger import audit as audit
+from .evidence import Claim as Claim
+from .evidence import Evidence as Evidence
+from .kinds import AuditResult as AuditResult
+from .kinds import DecompositionResult as DecompositionResult
+from .kinds import HeadsResult as HeadsResult
+from .patching.patch import patch as patch
+from .patching.result import PatchingResult as PatchingResult
+from .patching.task import Task as Task
+from .result import Provenance as Provenance
+from .result import Result as Result
+from .result import load_result as load_result
+from .standard import standard_study as standard_study
+from .studies.heads import heads as heads
+from .studies.writes import direct_writes as direct_writes
