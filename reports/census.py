@@ -61,7 +61,7 @@ def _one(item: Item) -> list[Block]:
         for s in range(len(scores))
     ]
     blocks: list[Block] = [
-        Prose(formats.sentence(item.result.summary())),
+        Prose(formats.summary(item.result.summary())),
         _figure(item, scores, names, flat, low, high, chance, labels, above),
     ]
     by_distance = _distance_figure(item, names, places, labels, flat, scores)
@@ -87,7 +87,7 @@ def _one(item: Item) -> list[Block]:
     else:
         blocks.append(whole)
     notes = [str(note) for note in item.details.get("notes") or []]
-    blocks += [Prose(formats.sentence(note)) for note in notes]
+    blocks += [Prose(formats.summary(note)) for note in notes]
     definitions = item.details.get("definitions") or {}
     if definitions:
         terms = tuple(Term(_words(name), str(text)) for name, text in definitions.items())
@@ -111,9 +111,12 @@ def _by_place(data: xr.Dataset, name: str) -> xr.DataArray:
 
 
 def _above(value: float, low: float, chance: float) -> bool:
-    """Whether a score stands clear of chance: the low end of its interval, or else itself."""
+    """Whether a score stands clear of chance: the low end of its interval, or else itself.
+
+    By half a unit of the last digit shown, so that rounding alone never looks like a finding.
+    """
     floor = low if math.isfinite(low) else value
-    return bool(floor > (chance if math.isfinite(chance) else 0.0))
+    return bool(floor > (chance if math.isfinite(chance) else 0.0) + 0.005)
 
 
 def _words(name: str) -> str:
@@ -146,7 +149,7 @@ def _figure(
         for s in range(len(scores))
     ]
     texts = [
-        [formats.short(flat[s, h]) if n <= 16 and above[s][h] else "" for h in range(n)]
+        [formats.short(flat[s, h]) if n <= 20 and above[s][h] else "" for h in range(n)]
         for s in range(len(scores))
     ]
     faint = [
@@ -165,6 +168,10 @@ def _figure(
         texts=texts,
         faint=faint,
     )
+    empty = sum(not math.isfinite(value) for value in flat.ravel().tolist())
+    hidden = ["numbers, which are in the table"] if n > 20 else []
+    if empty:
+        hidden.append(f"{empty} scores that are not defined (grey)")
     sizes = f"n = {item.details.get('n', 'not given')} sequences"
     return Figure(
         id=f"figure-{item.anchor}",
@@ -172,7 +179,7 @@ def _figure(
         alt=_alt(scores, names, flat),
         caption=f"Scores of {n} heads, {sizes}. Scale −{formats.short(limit)} to "
         f"+{formats.short(limit)}. Stroke: the interval reaches down to chance, or below. "
-        + ("Nothing is hidden." if n <= 16 else "Numbers are in the table."),
+        + (f"Not shown: {'; '.join(hidden)}." if hidden else "Nothing is hidden."),
         spec=drawing.spec,
         height=drawing.height,
         width=drawing.width,

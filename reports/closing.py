@@ -50,11 +50,10 @@ def audit(study: Study) -> Section | None:
     rows.sort(key=lambda row: order[row[-1].text])
     columns = (
         Column("id"),
-        Column("must hold"),
+        Column("must hold", "where the error is largest"),
         Column("largest error", numeric=True),
         Column("bound", numeric=True),
         Column("why this bound"),
-        Column("worst place"),
         Column("outcome"),
     )
     return Section(
@@ -85,11 +84,13 @@ def _row(row: dict[str, Any]) -> list[Cell]:
     worst = row.get("worst")
     return [
         Cell(str(row["id"]), code=True),
-        Cell(formats.sentence(str(row["statement"]))),
+        Cell(
+            formats.sentence(str(row["statement"])),
+            note="" if worst in (None, "") or not applies else str(worst),
+        ),
         Cell(formats.number(error), value=exact(error)),
         Cell(formats.number(bound), value=exact(bound)),
         Cell(str(row.get("reason") or "–")),
-        Cell("–" if worst in (None, "") else str(worst)),
         Cell(outcome),
     ]
 

@@ -83,7 +83,7 @@ def _map(item: Item, cells: Cells, limit: float, *, panels: int) -> list[Block]:
         height=drawing.height,
         width=drawing.width,
     )
-    return [Prose(formats.sentence(item.result.summary())), figure, *_tables(item, cells)]
+    return [Prose(formats.summary(item.result.summary())), figure, *_tables(item, cells)]
 
 
 def _alt(cells: Cells) -> str:
@@ -100,9 +100,11 @@ def _alt(cells: Cells) -> str:
     ]
     tested = cells.tested()
     if tested:
+        faint = len(cells.indistinct())
         parts.append(
-            f"{len(cells.indistinct())} of {len(tested)} tested cells not distinguishable "
-            "from no effect"
+            f"{faint} of {len(tested)} tested cells not distinguishable from no effect"
+            if faint
+            else f"all {len(tested)} tested cells distinguishable from no effect"
         )
     else:
         parts.append("no cell was tested")
@@ -168,7 +170,8 @@ def _tables(item: Item, cells: Cells) -> list[Block]:
     everything = cells.ranked()
     if len(everything) <= _FULL_TABLE:
         return [_cell_table(item, cells, everything, f"All effects: {item.name}")]
-    top = cells.ranked(_FULL_TABLE)
+    top = [cell for cell in cells.ranked(_FULL_TABLE) if cells.mean[cell] != 0]
+    top = top or cells.ranked(_FULL_TABLE)
     blocks: list[Block] = [
         _cell_table(item, cells, top, f"The {len(top)} effects furthest from zero: {item.name}")
     ]

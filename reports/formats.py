@@ -7,6 +7,7 @@ the exact value stays in the page's JSON and in each table cell's `data-value`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 _MINUS = "−"
@@ -132,9 +133,31 @@ def sentence(text: str) -> str:
     if not text:
         return ""
     first = text.split(maxsplit=1)[0].rstrip(",.:;")
-    is_word = first.isalpha() and first.islower() and (len(first) > 1 or first == "a")
+    is_word = (
+        first.replace("-", "").isalpha() and first.islower() and (len(first) > 1 or first == "a")
+    )
     head = text[0].upper() if is_word else text[0]
     return head + text[1:] + ("" if text[-1] in ".!?…" else ".")
+
+
+def summary(text: str) -> str:
+    """A result's own summary as a sentence of the page, minus signs included.
+
+    Example:
+        >>> summary("one head works against it: L1H0 (-0.25 [-0.27, -0.23])")
+        'One head works against it: L1H0 (−0.25 [−0.27, −0.23]).'
+    """
+    return minus(sentence(text))
+
+
+def minus(text: str) -> str:
+    """`text` with minus signs for the hyphens in front of numbers; names keep their hyphens.
+
+    Example:
+        >>> minus("from -0.25 to 1e-05 in induction-2l")
+        'from −0.25 to 1e-05 in induction-2l'
+    """
+    return re.sub(r"(?<![\w.-])-(?=\d)", _MINUS, text)
 
 
 def finite(values: Iterable[float]) -> list[float]:

@@ -74,11 +74,11 @@ def _finding(study: Study) -> list[str]:
     patchings = study.of_kind("patching")
     headed = [item for item in patchings if _has_heads(item)]
     shown = (headed or list(patchings))[:2]
-    sentences = [formats.sentence(item.result.summary()) for item in shown]
+    sentences = [formats.summary(item.result.summary()) for item in shown]
     if not patchings:
         sentences.append("No intervention was run: nothing on this page is about cause.")
         sentences += [
-            formats.sentence(item.result.summary())
+            formats.summary(item.result.summary())
             for kind in ("heads", "decomposition")
             for item in study.of_kind(kind)[:1]
         ]

@@ -151,7 +151,10 @@ def heatmap(
                 "mode": "markers",
                 "x": [column for _, column in faint],
                 "y": [row for row, _ in faint],
-                "marker": {"symbol": "line-ne-open", "size": max(4, min(9, cell // 4))},
+                "marker": {
+                    "symbol": "line-ne-open",
+                    "size": max(3, min(9, cell // 4, _cell_width(n_columns) // 4)),
+                },
                 "hoverinfo": "skip",
                 "showlegend": False,
             }
@@ -197,4 +200,4 @@ def _cell_height(rows: int) -> int:
 
 
 def _cell_width(columns: int) -> int:
-    return 84 if columns <= 10 else 52 if columns <= 20 else 28
+    return 84 if columns <= 10 else 52 if columns <= 20 else 28 if columns <= 40 else 14

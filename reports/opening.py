@@ -41,6 +41,8 @@ _HEADINGS = {
     Evidence.PROVEN: "Holds by arithmetic, and was checked on this model",
 }
 _LONGEST = 300
+# What of a model's card stands in view; the whole card is folded below.
+_STORY = ("purpose", "task", "loss", "circuit")
 
 
 def claims(study: Study) -> Section | None:
@@ -56,11 +58,9 @@ def claims(study: Study) -> Section | None:
                 Group(_HEADINGS[evidence], rows, note=formats.count(len(rows), "statement"))
             )
     columns = (
-        Column("id"),
-        Column("statement"),
+        Column("statement", "id"),
         Column("evidence"),
-        Column("value", "95% interval", numeric=True),
-        Column("n", numeric=True),
+        Column("value", "95% interval, n", numeric=True),
         Column("rests on"),
         Column("shown in"),
     )
@@ -78,22 +78,24 @@ def claims(study: Study) -> Section | None:
 
 
 def _claim_row(claim: Claim, item: Item, study: Study) -> tuple[Cell, ...]:
-    low, high = claim.interval or (None, None)
-    bounded = formats.interval(low, high, sign=formats.is_signed(claim.unit))
+    behind = []
+    if claim.interval is not None:
+        behind.append(formats.interval(*claim.interval, sign=formats.is_signed(claim.unit)))
+    if claim.n is not None:
+        behind.append(f"n = {claim.n}")
     anchor, title = _place(claim, item, study)
     return (
-        Cell(claim.id, code=True),
         Cell(
-            formats.sentence(claim.statement), note=item.manner if item.kind == "patching" else ""
+            formats.sentence(claim.statement),
+            note=" · ".join([claim.id, *([item.manner] if item.kind == "patching" else [])]),
         ),
         Cell(evidence=claim.evidence),
         Cell(
             formats.with_unit(claim.value, claim.unit),
-            note=bounded if claim.interval else "",
+            note=", ".join(behind),
             value=exact(claim.value),
         ),
-        Cell("–" if claim.n is None else str(claim.n), value=claim.n),
-        Cell(claim.reason or "–"),
+        Cell(formats.minus(claim.reason) or "–"),
         Cell(title, href=f"#{anchor}"),
     )
 
@@ -146,10 +148,11 @@ def _origin_blocks(origin: Provenance) -> list[Block]:
         Term("Weights SHA-256", origin.weights_sha256, code=True),
         Term("Shape", _shape(origin.config)),
     ]
-    story = {key: value for key, value in origin.card.items() if _is_text(value)}
-    for key in ("task", "circuit"):
-        if key in story:
-            terms.append(Term(_words(key), cut(story.pop(key), _LONGEST)))
+    terms += [
+        Term(_words(key), cut(_flat(origin.card[key]), _LONGEST))
+        for key in _STORY
+        if origin.card.get(key)
+    ]
     blocks: list[Block] = [Terms(tuple(terms))]
     card = [Term(_words(key), _flat(value)) for key, value in origin.card.items()]
     if card:
@@ -224,10 +227,6 @@ def _command(origin: Provenance) -> str:
 
 def _words(key: str) -> str:
     return key.replace("_", " ").capitalize()
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _flat(value: Any) -> str:

@@ -17,15 +17,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from headstream.analyses.evidence import Evidence
-from headstream.analyses.result import Result, dump_json, result_from_json
+from headstream.analyses.result import Result
 from headstream.models.errors import ResultError
 from headstream.reports import formats, tokens
 from headstream.reports.blocks import Figure, Fold, Section
@@ -34,8 +33,7 @@ from headstream.reports.figures import library
 from headstream.reports.headline import headline
 from headstream.reports.sections import sections
 from headstream.reports.study import Study
-
-SCHEMA = "headstream.report/1"
+from headstream.reports.twin import SCHEMA, Twin, results_in, script_json
 
 _MEANINGS = {
     Evidence.CAUSAL: "an intervention was made and the output moved",
@@ -46,34 +44,16 @@ _MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Twin:
-    """The page's data as it stands in the page: `text` is what is hashed, shown and saved."""
-
-    text: str
-    sha256: str
-
-    @classmethod
-    def of(cls, title: str, results: Sequence[Result]) -> Twin:
-        value = {
-            "schema": SCHEMA,
-            "title": title,
-            "results": [result.to_json() for result in results],
-        }
-        text = script_json(value)
-        return cls(text, hashlib.sha256(text.encode("utf-8")).hexdigest())
-
-
-def render_report(results: Sequence[Result], title: str | None = None) -> str:
+def render_report(results: Result | Sequence[Any], title: str | None = None) -> str:
     """The page of `results` as HTML text; the same results give the same text.
 
     Args:
-        results: in the order in which they are to appear.
+        results: one result, or several in the order in which they are to appear.
         title: heading of the page; None names the models.
     Raises:
         ResultError: if there are no results, or one of them is something else.
     """
-    results = list(results)
+    results = [results] if isinstance(results, Result) else list(results)
     if not results:
         raise ResultError("a report needs at least one result, got none")
     for place, result in enumerate(results, 1):
@@ -87,8 +67,7 @@ def render_report(results: Sequence[Result], title: str | None = None) -> str:
         title = f"Inside {formats.listing(models)}"
     twin = Twin.of(title, results)
     value = json.loads(twin.text)
-    read = [result_from_json(item) for item in value["results"]]
-    return _render(Study.of(value["title"], read), twin)
+    return _render(Study.of(value["title"], results_in(value)), twin)
 
 
 def _render(study: Study, twin: Twin) -> str:
@@ -114,7 +93,7 @@ def _render(study: Study, twin: Twin) -> str:
             sections=parts,
             figures=[(figure, Markup(script_json(figure.spec))) for figure in figures],
             meanings=_MEANINGS,
-            run=twin.sha256[:8],
+            run=twin.run,
             policy=policy(drawing.text, script),
             style=Markup(_style(figures)),
             script=Markup(script),
@@ -139,17 +118,6 @@ def policy(*scripts: str) -> str:
         "img-src data: blob:; font-src 'none'; connect-src 'none'; base-uri 'none'; "
         "form-action 'none'"
     )
-
-
-def script_json(value: Any) -> str:
-    """`value` as JSON that may stand inside a script element: no sign can end or open one.
-
-    Lone surrogates, which a byte-level tokenizer can produce and no file can hold, are escaped.
-    """
-    text = dump_json(value)
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _figures(parts: Sequence[Section]) -> Iterator[Figure]:
@@ -198,9 +166,9 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(text: str) -> Markup:
-    """A name in code, with places after its dots where a line may break."""
-    parts = [escape(tokens.prose(part)) for part in text.split(".")]
-    return Markup(".<wbr>").join(parts)
+    """`text` with places where a line may break: after the dots and underscores of a name."""
+    parts = re.split(r"(?<=[._])(?=[^\W\d])", tokens.prose(text))
+    return Markup("<wbr>").join(parts)
 
 
 def _harmless(value: Any) -> Any:

@@ -97,7 +97,7 @@ def diff_table(pair: dict[str, Any], caption: str) -> Table:
     n = len(pair["clean"])
     differing = set(changed(pair))
     mask = pair.get("mask") or [1] * n
-    roles = {}
+    roles: dict[int, str] = {}
     for name, position in (pair.get("roles") or {}).items():
         roles[int(position)] = f"{roles[int(position)]}, {name}" if int(position) in roles else name
     answer_pos = pair.get("answer_pos")
@@ -145,7 +145,7 @@ def _columns(pair: dict[str, Any]) -> int:
         (len(visible(token)) for token in pair["clean_tokens"] + pair["corrupted_tokens"]),
         default=1,
     )
-    return max(6, min(16, 110 // (longest + 4)))
+    return max(6, min(12, 110 // (longest + 4)))
 
 
 def _answer(pair: dict[str, Any]) -> str:

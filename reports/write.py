@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headstream.analyses.result import Result, dump_json, write_whole
 from headstream.models.errors import ResultError
@@ -17,7 +18,7 @@ _LARGE = 10_000_000
 
 
 def write_report(
-    results: Sequence[Result],
+    results: Result | Sequence[Any],
     path: str | os.PathLike[str],
     *,
     title: str | None = None,
@@ -29,7 +30,7 @@ def write_report(
     give the same bytes. The file appears whole or not at all.
 
     Args:
-        results: what the page shows, in this order.
+        results: one result, or several in the order in which the page shows them.
         path: the file to write; its folder must exist.
         title: heading of the page; None names the models.
         force: whether a file that is there already is replaced.
@@ -50,7 +51,8 @@ def write_report(
         raise ResultError(f"'{path}' exists already", hint="name another file, or force it")
     text = render_report(results, title)
     if len(text) > _LARGE:
-        sizes = [(len(dump_json(result.to_json())), result.title) for result in results]
+        parts = [results] if isinstance(results, Result) else results
+        sizes = [(len(dump_json(result.to_json())), result.title) for result in parts]
         size, name = max(sizes)
         warnings.warn(
             f"the report is {len(text) / 1e6:.1f} MB; its largest result is '{name}' with "

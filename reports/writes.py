@@ -106,7 +106,7 @@ def _one(item: Item) -> list[Block]:
         else [Fold(f"All {whole.n_rows} parts as a table", (whole,))]
     )
     return [
-        Prose(formats.sentence(item.result.summary())),
+        Prose(formats.summary(item.result.summary())),
         figure,
         Terms(tuple(terms)),
         *tables,

@@ -17,10 +17,11 @@ import pytest
 
 from headstream.analyses.result import load_result, result_from_json
 from headstream.models.errors import ResultError
-from headstream.reports import page, sections
+from headstream.reports import sections
 from headstream.reports.figures import library
 from headstream.reports.page import render_report
 from headstream.reports.tokens import prose, visible
+from headstream.reports.twin import Twin, results_in, script_json
 
 # Text that has broken viewers of this kind; every slot of a result gets each of them.
 HOSTILE = [
@@ -210,13 +211,43 @@ def test_twin_holds_every_result_and_its_hash_is_shown(root, results) -> None:
     twin = root.by_id("headstream-result").text
     value = json.loads(twin)
     assert value["schema"] == "headstream.report/1"
-    assert value["results"] == [result.to_json() for result in results]
+    assert [r.to_json() for r in results_in(value)] == [result.to_json() for result in results]
     digest = hashlib.sha256(twin.encode("utf-8")).hexdigest()
     assert digest in root.by_id("data").text
     assert f"run {digest[:8]}" in root.find("header")[0].text
     (button,) = [b for b in root.find("button") if "data-save" in b.attributes]
     assert button.attributes["data-save"] == f"headstream-{digest[:8]}.json"
     assert f"{len(twin.encode()):,} bytes" in button.text
+
+
+def test_prompts_that_results_share_stand_once(root, samples) -> None:
+    value = json.loads(root.by_id("headstream-result").text)
+    assert len(value["shared"]) == 1
+    pointers = [item["details"].get("prompts") for item in value["results"]]
+    assert [p for p in pointers if p] == [{"shared": 0}] * 3
+    other = samples.patching(prompts=[samples.prompt(new=" Ann")])
+    twin = json.loads(Twin.of("t", [samples.patching(), other, samples.patching()]).text)
+    assert [item["details"]["prompts"]["shared"] for item in twin["results"]] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v.update(schema="headstream.report/2"), "schema is 'headstream.report/2'"),
+        (lambda v: v.update(shared=[]), "result 1 of a report points to prompts that are missing"),
+        (lambda v: v["results"][0].update(kind="x"), "result 1 of a report is of unknown kind"),
+    ],
+)
+def test_damaged_twin_is_an_error(samples, change, words) -> None:
+    value = json.loads(Twin.of("t", [samples.patching()]).text)
+    change(value)
+    with pytest.raises(ResultError, match=words):
+        results_in(value)
+
+
+def test_what_is_no_twin_is_an_error() -> None:
+    with pytest.raises(ResultError, match="not the data of a report: schema is None"):
+        results_in([1, 2])
 
 
 def test_same_results_same_bytes(samples, text) -> None:
@@ -252,6 +283,10 @@ def test_title_names_the_models_or_is_the_one_given(results, parse) -> None:
     assert parse(render_report(results[:1])).find("title")[0].text == "Inside toy-2l"
     root = parse(render_report(results[:1], "A < B & {{ C }}"))
     assert root.find("title")[0].text == root.find("h1")[0].text == "A < B & {{ C }}"
+
+
+def test_one_result_needs_no_list(samples) -> None:
+    assert render_report(samples.audit()) == render_report([samples.audit()])
 
 
 def test_nothing_to_report_is_an_error(samples) -> None:
@@ -311,7 +346,7 @@ def test_hostile_tokens_are_shown_as_they_are(samples, poison, parse) -> None:
 
 
 def test_script_data_cannot_end_its_element() -> None:
-    text = page.script_json({"a": "</script><!-- & \u2028 \ud800"})
+    text = script_json({"a": "</script><!-- & \u2028 \ud800"})
     assert not set(text) & set("<>&")
     assert json.loads(text) == {"a": "</script><!-- & \u2028 \ud800"}
     text.encode("utf-8")

@@ -112,7 +112,7 @@ def test_a_section_that_breaks_stays_with_the_errors_words(samples, monkeypatch)
 def test_claims_stand_by_evidence_with_findings_first(samples) -> None:
     section = claims(study(*samples.everything()))
     (listed,) = blocks_of(section, Table)
-    labels = [row[2].evidence for group in listed.groups for row in group.rows]
+    labels = [row[1].evidence for group in listed.groups for row in group.rows]
     order = [Evidence.CAUSAL, Evidence.MEASURED, Evidence.UNKNOWN, Evidence.PROVEN]
     assert [e for i, e in enumerate(labels) if labels.index(e) == i] == order
 
@@ -120,8 +120,8 @@ def test_claims_stand_by_evidence_with_findings_first(samples) -> None:
 def test_failed_claims_come_first(samples) -> None:
     section = claims(study(samples.patching(), samples.audit(failing=True)))
     (listed,) = blocks_of(section, Table)
-    assert listed.groups[0].rows[0][0].text == "B2"
-    assert listed.groups[0].rows[0][2].evidence is Evidence.FAILED
+    assert listed.groups[0].rows[0][0].note == "B2"
+    assert listed.groups[0].rows[0][1].evidence is Evidence.FAILED
 
 
 def test_a_claim_row_holds_value_interval_n_reason_and_a_link(samples) -> None:
@@ -129,16 +129,16 @@ def test_a_claim_row_holds_value_interval_n_reason_and_a_link(samples) -> None:
     (listed,) = blocks_of(section, Table)
     row = listed.groups[0].rows[0]
     assert [cell.text for cell in row] == [
-        "z.L1H2",
         "z of L1H2 restores the answer.",
         "",
         "+0.850 of the gap",
-        "12",
         "p = 0.0002",
         "map 1",
     ]
-    assert row[3].note == "[+0.830, +0.870]"
-    assert row[6].href == "#patching-2"
+    assert row[0].note == "z.L1H2 · denoising, all positions at once"
+    assert row[2].note == "[+0.830, +0.870], n = 12"
+    assert row[2].value == pytest.approx(0.85)
+    assert row[4].href == "#patching-2"
 
 
 # Model and run
@@ -475,6 +475,7 @@ def test_audit_puts_failures_first_and_keeps_what_does_not_apply(samples) -> Non
     assert [row[0] for row in rows] == ["B2", "M1", "F1"]
     assert [row[-1] for row in rows] == ["FAILED", "passed", "does not apply"]
     assert rows[0][2:4] == ["0.030", "1.0e−05"]
+    assert checks.groups[0].rows[0][1].note == "layer 1, position 4"
     assert rows[2][2:5] == ["–", "–", "no MLP in this model"]
 
 
