@@ -115,7 +115,7 @@ def _alt(cells: Cells) -> str:
 def _caption(item: Item, cells: Cells, limit: float, *, panels: int, written: bool) -> str:
     """Direction, n, unit, scale, test, and what is hidden."""
     sentences = [
-        f"{item.direction}: mean effect over {formats.count(cells.n or 0, 'prompt pair')} "
+        f"{item.manner}: mean effect over {formats.count(cells.n or 0, 'prompt pair')} "
         f"(n = {cells.n}) in {cells.unit}",
         f"The scale runs from −{formats.number(limit)} to +{formats.number(limit)}"
         + (f", the same for all {panels} maps of this metric" if panels > 1 else ""),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headstream.analyses.evidence import Evidence
 from headstream.reports import formats
 from headstream.reports.study import Item, Study
+from headstream.reports.tokens import cut
 
 FEWEST = 6  # design.md, Inference: below this no sign-flip p-value can reach 0.05
 
@@ -29,10 +30,21 @@ class Headline:
 
 
 def headline(study: Study) -> Headline:
-    """The head line of a study, computed from its claims."""
+    """The head line of a study, computed from its claims.
+
+    A finding that cannot be put into words becomes an alarm: the page is never without its top.
+    """
+    alarms = _alarms(study)
+    try:
+        finding = _finding(study)
+    except Exception as error:
+        # Any error: what the sections below can still show must not be lost with it.
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        alarms.append(f"The finding could not be put into words: {cut(words, 300)}.")
+        finding = []
     return Headline(
-        alarms=tuple(_alarms(study)),
-        finding=tuple(_finding(study)),
+        alarms=tuple(alarms),
+        finding=tuple(finding),
         facts=tuple(_facts(study)),
         tally=tuple(study.tally().items()),
     )

@@ -44,8 +44,8 @@ def sections(study: Study) -> list[Section]:
         if section is not None:
             built.append(section)
     broken = [section for section in built if section.broken]
-    built.append(limits(study, broken))
-    return built
+    closing = _guarded("limits", "Limits", lambda s: limits(s, broken), study)
+    return built if closing is None else [*built, closing]
 
 
 def _guarded(slug: str, title: str, build: Builder, study: Study) -> Section | None:

@@ -73,6 +73,15 @@ def test_nothing_found_is_said(samples) -> None:
     assert line.finding[0].startswith("No head of 8 is shown to restore the answer")
 
 
+def test_a_finding_that_cannot_be_said_is_an_alarm(samples) -> None:
+    result = samples.patching()
+    del result.details["metric"]["noun"]
+    line = of(result)
+    assert line.alarms == ("The finding could not be put into words: KeyError: 'noun'.",)
+    assert line.finding == ()
+    assert line.facts
+
+
 def test_without_intervention_nothing_is_about_cause(samples) -> None:
     line = of(samples.heads(), samples.decomposition())
     assert line.finding[0] == "No intervention was run: nothing on this page is about cause."

@@ -106,6 +106,14 @@ def test_a_section_that_breaks_stays_with_the_errors_words(samples, monkeypatch)
     assert "“Effects” is missing. ZeroDivisionError: nothing to divide by." in text_of(built[-1])
 
 
+def test_limits_that_break_stay_too(samples, monkeypatch) -> None:
+    def explode(*_):
+        raise ValueError("no limits")
+
+    monkeypatch.setattr(module, "limits", explode)
+    assert sections(study(samples.heads()))[-1].broken == "ValueError: no limits"
+
+
 # Claims
 
 
@@ -290,7 +298,13 @@ def test_map_is_said_in_one_sentence(samples) -> None:
 
 def test_caption_says_direction_n_unit_scale_and_what_is_hidden(samples) -> None:
     (figure,) = blocks_of(effects(study(samples.patching())), Figure)
-    for words in ("Denoising", "(n = 12) in nats", "from −4.250 to +4.250", "p > 0.05", "12 "):
+    for words in (
+        "Denoising, all positions at once: mean",
+        "(n = 12) in nats",
+        "from −4.250 to +4.250",
+        "p > 0.05",
+        "12 ",
+    ):
         assert words in figure.caption
     assert figure.caption.endswith("Nothing is hidden.")
     mean = np.array([[0.5, np.nan, 1.5, 2.0]])
