@@ -232,7 +232,7 @@ def data(study: Study, *, sha256: str, size: int, schema: str, plotly_version: s
                 Term("Run", run, code=True),
                 Term("SHA-256 of the JSON", sha256, code=True),
                 Term("Schema", schema, code=True),
-                Term("Results", formats.listing([item.name for item in study.items], most=12)),
+                Term("Results", "; ".join(item.name for item in study.items)),
                 Term("Drawn with", f"plotly.js {plotly_version}, which is inside this file"),
             )
         ),

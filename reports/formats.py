@@ -141,13 +141,13 @@ def sentence(text: str) -> str:
 
 
 def summary(text: str) -> str:
-    """A result's own summary as a sentence of the page, minus signs included.
+    """A result's own summary as a sentence of the page: minus signs, and "n = 64" on one line.
 
     Example:
         >>> summary("one head works against it: L1H0 (-0.25 [-0.27, -0.23])")
         'One head works against it: L1H0 (−0.25 [−0.27, −0.23]).'
     """
-    return minus(sentence(text))
+    return minus(sentence(text)).replace("n = ", "n\u00a0=\u00a0")
 
 
 def minus(text: str) -> str:

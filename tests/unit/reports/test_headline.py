@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headstream.analyses.evidence import Evidence
@@ -10,7 +12,9 @@ from headstream.reports.study import Study
 
 
 def of(*results):
-    return headline(Study.of("a title", list(results)))
+    line = headline(Study.of("a title", list(results)))
+    # "n = 12" is kept on one line of the page by spaces that do not break.
+    return replace(line, finding=tuple(text.replace("\u00a0", " ") for text in line.finding))
 
 
 def test_finding_names_the_causal_heads_with_effect_interval_and_n(samples) -> None:
