@@ -67,7 +67,7 @@ def record(model: Decoder, task: Task, tokens: Tensor, grid: Grid, backend: str 
 
 def sweep(
     model: Decoder, task: Task, tokens: Tensor, grid: Grid, donor: Donor, backend: str | None
-) -> Iterator[tuple[Float[Tensor, "example d_vocab"], Bool[Tensor, example]]]:
+) -> Iterator[tuple[Float[Tensor, "example d_vocab"], Bool[Tensor, " example"]]]:
     """Patch `tokens` cell by cell, in the order layer, head, place.
 
     Yields:
@@ -91,7 +91,7 @@ def sweep(
                 yield torch.cat(logits), present.any(1)
 
 
-def rows_of_run(run: Run, rows: Int[Tensor, example]) -> Donor:
+def rows_of_run(run: Run, rows: Int[Tensor, " example"]) -> Donor:
     """Row i receives what row `rows[i]` of `run` has at the same place; -1 gives nothing."""
 
     def give(layer: int, head: int | None, place: Place) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def _read(
     run: Run,
     layer: int,
     head: int | None,
-    rows: Int[Tensor, example],
+    rows: Int[Tensor, " example"],
     columns: Int[Tensor, "example slot"],
 ) -> Float[Tensor, "example slot width"]:
     activation = run.activations[layer]

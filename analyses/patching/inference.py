@@ -88,8 +88,7 @@ def sign_flips(
         >>> flipped.p_value.tolist(), flipped.exact
         ([0.0078125, nan], True)
     """
-    if n_flips < 1:
-        raise TaskError(f"n_flips must be at least 1, got {n_flips}")
+    check_flips(n_flips)
     *shape, n = effects.shape
     flat = effects.reshape(-1, n)
     present = np.isfinite(flat)
@@ -124,7 +123,13 @@ def sign_flips(
     )
 
 
-def _all_signs(index: Int[Array, flip], n: int) -> Float[Array, "flip n"]:
+def check_flips(n_flips: object) -> None:
+    """Refuse a number of sign patterns that gives no p-value."""
+    if isinstance(n_flips, bool) or not isinstance(n_flips, int) or n_flips < 1:
+        raise TaskError(f"n_flips must be a whole number >= 1, got {n_flips!r}")
+
+
+def _all_signs(index: Int[Array, " flip"], n: int) -> Float[Array, "flip n"]:
     return 1.0 - 2.0 * ((index[:, None] >> np.arange(n)) & 1)
 
 
@@ -157,7 +162,7 @@ def mean_interval(
 
 
 def ratio_interval(
-    effects: Float[Array, "*cells example"], gap: Float[Array, example], *, seed: int = 0
+    effects: Float[Array, "*cells example"], gap: Float[Array, " example"], *, seed: int = 0
 ) -> tuple[Float[Array, "*cells"], Float[Array, "*cells"]]:
     """95% interval of mean(effects) / mean(gap), numerator and gap resampled together by prompt.
 
@@ -231,7 +236,7 @@ def mean_over_prompts(effects: Float[Array, "*cells example"]) -> Float[Array, "
         return np.asarray(np.nansum(effects, axis=-1) / np.where(count, count, np.nan))
 
 
-def partners(groups: Int[Array, example], *, seed: int = 0) -> Int[Array, example]:
+def partners(groups: Int[Array, " example"], *, seed: int = 0) -> Int[Array, " example"]:
     """For each prompt another one of its group: a random derangement; -1 where it is alone.
 
     Sattolo's shuffle: one random cycle through each group, so nobody meets himself.

@@ -16,7 +16,7 @@ SMALL_GAP = 0.1
 
 
 def describe_gap(
-    gap: Float[np.ndarray, example], unit: str, *, seed: int
+    gap: Float[np.ndarray, " example"], unit: str, *, seed: int
 ) -> tuple[dict[str, Any], str | None]:
     """The clean-corrupted gap with its interval, and why normalisation is refused, if it is.
 
@@ -41,8 +41,8 @@ def labelled(
     *,
     second: Float[np.ndarray, "*cells example"],
     unrelated: Float[np.ndarray, "*cells example"],
-    clean: Float[np.ndarray, example],
-    corrupted: Float[np.ndarray, example],
+    clean: Float[np.ndarray, " example"],
+    corrupted: Float[np.ndarray, " example"],
     flips: inference.SignFlips,
     sign: float,
     refused: bool,

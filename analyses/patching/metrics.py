@@ -50,22 +50,22 @@ class Metric:
     compute: Compute
 
 
-def logit_difference(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
+def logit_difference(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """logit(answer) - logit(wrong)."""
     return _at(logits, task.answer) - _at(logits, task.wrong)
 
 
-def log_prob(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
+def log_prob(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """log p(answer), the softmax over the whole vocabulary."""
     return _at(logits.log_softmax(-1), task.answer)
 
 
-def prob(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
+def prob(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """p(answer)."""
     return _at(logits.softmax(-1), task.answer)
 
 
-def kl(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
+def kl(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """-KL(clean || run): 0 for the clean run itself, negative otherwise.
 
     The minus sign makes higher better, so that the effect of a patch is the published
@@ -77,7 +77,7 @@ def kl(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
     return (reference.exp() * (logits.log_softmax(-1) - reference)).sum(-1)
 
 
-def loss(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, example]:
+def loss(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """-log p(answer): the cross-entropy of the answer token."""
     return -log_prob(logits, task, clean)
 
@@ -151,7 +151,7 @@ def second_metric(metric: Metric, task: Task) -> Metric:
 
 def evaluate(
     metric: Metric, logits: Logits, task: Task, clean: Logits
-) -> Float[np.ndarray, example]:
+) -> Float[np.ndarray, " example"]:
     """The metric of one run, per pair, float64.
 
     Raises:

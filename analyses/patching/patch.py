@@ -80,7 +80,8 @@ def patch(
         direction: `denoise` puts clean values into the corrupted run and shows what suffices to
             restore the answer; `noise` puts corrupted values into the clean run and shows what is
             needed. Neither mirrors the other: denoising misses the members of an AND, noising
-            those of an OR.
+            those of an OR. Where any wrong value breaks the answer, an unrelated prompt's does
+            too, and noising then carries no label: what breaks is not specific to the corruption.
         values: `pair` takes them from the pair's other run; `mean` from the mean of that run over
             all pairs, position by position; `resample` from that run of another pair; `zero`.
             `resample` is the unrelated-prompt control itself, so it can carry no CAUSAL label.
@@ -106,6 +107,7 @@ def patch(
     _check_option("direction", direction, get_args(Direction))
     _check_option("values", values, get_args(Values))
     _check_option("engine", engine, get_args(Engine))
+    inference.check_flips(n_flips)
     _check_fits(model, task)
     grid = plan(model.config, task, site, layers=layers, heads=heads, positions=positions)
     with torch.no_grad():

@@ -65,12 +65,12 @@ class Task:
 
     clean: Int[Tensor, "example pos"]
     corrupted: Int[Tensor, "example pos"]
-    answer: Int[Tensor, example]
-    wrong: Int[Tensor, example] | None
+    answer: Int[Tensor, " example"]
+    wrong: Int[Tensor, " example"] | None
     metric: Metric
     attention_mask: Bool[Tensor, "example pos"] | None
-    answer_pos: Int[Tensor, example]
-    roles: Mapping[str, Int[Tensor, example]]
+    answer_pos: Int[Tensor, " example"]
+    roles: Mapping[str, Int[Tensor, " example"]]
     columns: Int[Tensor, "example longest"]  # column of each real position; -1 past the row's end
 
     def __init__(
@@ -152,12 +152,12 @@ class Task:
         return f"<Task: {len(self)} {pairs} of {width} tokens, {self.metric.name}>"
 
     @property
-    def lengths(self) -> Int[Tensor, example]:
+    def lengths(self) -> Int[Tensor, " example"]:
         """Real tokens of each row."""
         return (self.columns >= 0).sum(1)
 
     @property
-    def answer_columns(self) -> Int[Tensor, example]:
+    def answer_columns(self) -> Int[Tensor, " example"]:
         """The column of `answer_pos` in the (padded) row."""
         return self.columns.gather(1, self.answer_pos[:, None])[:, 0]
 

@@ -93,6 +93,17 @@ def test_donors_by_hand(model: Decoder, make_task: MakeTask) -> None:
 
 
 @torch.no_grad()
+def test_a_role_is_read_where_the_other_row_has_it(model: Decoder, make_task: MakeTask) -> None:
+    plain = make_task(model, 3)
+    task = Task(plain.clean, plain.corrupted, plain.answer, plain.wrong, roles={"r": [2, 4, 6]})
+    grid = grid_of(model, task, "resid_pre", positions="roles")
+    run = record(model, task, task.clean, grid, None)
+    values, _ = rows_of_run(run, torch.tensor([1, 2, 0]))(1, None, grid.places[0])
+    stream = run.activations[1]
+    assert torch.equal(values[:, 0], torch.stack([stream[1, 4], stream[2, 6], stream[0, 2]]))
+
+
+@torch.no_grad()
 def test_the_mean_is_over_the_rows_that_have_the_position(model: Decoder) -> None:
     task = Task([[1, 2], [3, 4, 5]], [[6, 2], [6, 4, 5]], 2, 1)
     grid = grid_of(model, task, "resid_pre", positions="all")

@@ -77,17 +77,26 @@ class TestSignFlips:
         assert blocks.p_value.tolist() == whole.p_value.tolist()
         assert blocks.cell_p.tolist() == whole.cell_p.tolist()
 
-    def test_ties_count_whatever_the_rounding(self) -> None:
+    @pytest.mark.parametrize(
+        ("tenths", "ties_lost"),
+        [
+            ([-3, 6, 3, 6, 3, 2, 6], True),
+            ([-6, 5, 4, 3, 6, 3, 3], True),
+            ([6, 5, -4, 2, -3, 1, 1], True),
+            ([1, 2, 4, 8, 16, 32, 64], False),  # all sums differ: no ties to lose
+        ],
+    )
+    def test_ties_count_whatever_the_rounding(
+        self, tenths: list[int], ties_lost: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """0.1 + 0.2 - 0.3 is not 0 in floating point; patterns with equal means are still ties."""
-        whole = np.array([[1, 2, 3, 1, 2, 4, 5]])
-        by_integers = inference.sign_flips(whole.astype(float))
-        assert by_integers.p_value.tolist() == inference.sign_flips(whole / 10).p_value.tolist()
-        means = np.array(
-            [abs(whole[0] / 10 @ signs) for signs in itertools.product((1.0, -1.0), repeat=7)]
-        )
-        # The case has what it tests: means that differ by rounding alone.
-        gaps = np.diff(np.unique(means))
-        assert ((gaps > 0) & (gaps < 1e-12)).any()
+        whole = np.array([tenths], dtype=float)
+        observed = abs(whole.sum())
+        patterns = itertools.product((1.0, -1.0), repeat=7)
+        expected = sum(abs(whole[0] @ signs) >= observed for signs in patterns) / 2**7
+        assert inference.sign_flips(whole / 10).p_value.tolist() == [expected]
+        monkeypatch.setattr(inference, "TIE", 0.0)
+        assert (inference.sign_flips(whole / 10).p_value[0] < expected) == ties_lost
 
     def test_identically_zero_cells_are_not_in_the_family(self) -> None:
         effects = np.random.default_rng(4).normal(0.5, 1, size=(2, 10))
@@ -112,7 +121,7 @@ class TestSignFlips:
         assert np.isnan(inference.sign_flips(effects[:, 1:]).p_value).all()
 
     def test_no_flips_is_refused(self) -> None:
-        with pytest.raises(TaskError, match="n_flips must be at least 1, got 0"):
+        with pytest.raises(TaskError, match="n_flips must be a whole number >= 1, got 0"):
             inference.sign_flips(np.ones((1, 8)), n_flips=0)
 
 

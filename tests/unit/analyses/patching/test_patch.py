@@ -250,14 +250,14 @@ class TestPadding:
     def test_means_are_over_the_pairs_that_have_the_position(
         self, decoder: Decoder, make_task: MakeTask
     ) -> None:
-        result = patch(
-            decoder,
-            padded(make_task(decoder, 3, length=4, changed=1), self.LENGTHS, "left"),
-            "resid_pre",
-        )
+        last_real = torch.tensor(self.LENGTHS) - 1
+        task = make_task(decoder, 3, length=4, changed=1, answer_pos=last_real)
+        result = patch(decoder, padded(task, self.LENGTHS, "left"), "resid_pre")
         last = result.effects.sel(pos=3)
         assert np.isfinite(last.values).sum(-1).tolist() == [1, 1]
         np.testing.assert_array_equal(result.mean.sel(pos=3), last.isel(example=2))
+        gap = (result.clean - result.corrupted).isel(example=2)
+        np.testing.assert_allclose(result.normalized.sel(pos=3), last.isel(example=2) / gap)
         assert result.details["prompts"][0]["padded"] == [0, 0, 1, 1]
         assert len(result.details["prompts"][0]["clean"]) == 2
 
@@ -281,6 +281,17 @@ class TestControls:
         moved = (logits[rows, task.answer] - logits[rows, task.wrong]).numpy()
         expected = (moved - result.corrupted.values).mean()
         assert result.data["unrelated"].item() == pytest.approx(expected, abs=1e-12)
+
+    def test_unrelated_pairs_are_of_equal_length(self, model: Decoder, make_task: MakeTask) -> None:
+        """Alone in its length, a pair has no unrelated one; by role any other will do."""
+        lengths = [2, 3, 4, 5, 6, 7]
+        task = padded(make_task(model, 6, changed=1), lengths, "right")
+        result = patch(model, task, "resid_post", positions="all", layers=[1])
+        assert np.isnan(result.data["unrelated"]).all()
+        assert claims(result, Evidence.CAUSAL) == []
+        assert "no other pair of equal length" in result.claims[1].reason
+        by_role = patch(model, task, "resid_post", positions="roles", layers=[1])
+        assert np.isfinite(by_role.data["unrelated"]).all()
 
     def test_the_random_site_control_leaves_the_claimed_set_out(
         self, model: Decoder, make_task: MakeTask
@@ -498,6 +509,7 @@ class TestRefusals:
             ({"engine": "suffix"}, "engine 'suffix' is not there yet; use engine='hooks'"),
             ({"engine": "hook"}, "engine must be one of 'hooks', got 'hook'; nearest is 'hooks'"),
             ({"site": "zz"}, "site must be one of"),
+            ({"n_flips": 0}, "n_flips must be a whole number >= 1, got 0"),
         ],
     )
     def test_options(
