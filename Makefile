@@ -40,7 +40,7 @@ lint: install-test
 # Type checkers cannot follow the editable install's import finder: check an installed copy.
 types: install-test
 	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
-	  $(PIP) install --quiet --no-deps --target "$$copy" . && rm -rf build *.egg-info.tmp && \
+	  rm -rf build && $(PIP) install --quiet --no-deps --target "$$copy" . && rm -rf build && \
 	  cd "$$copy" && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	    --cache-dir "$(CURDIR)/.mypy_cache" -p headstream
 

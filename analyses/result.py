@@ -196,7 +196,7 @@ def result_from_json(value: Any, *, source: str = "the value") -> Result:
 
 def dump_json(value: Any) -> str:
     """JSON text with no spaces and no NaN, keys in the order given: same value, same bytes."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
