@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tqdm import tqdm
 
@@ -68,7 +69,8 @@ def _patching(model: Decoder, task: Task, seed: int) -> Sequence[Callable[[], Re
         streams = ["resid_pre", "attn_out", *(["mlp_out"] if model.config.has_mlp else [])]
         plans += [("z", "roles", "denoise"), *((site, "roles", "denoise") for site in streams)]
     return [
-        lambda site=site, positions=positions, direction=direction: patch(
+        partial(
+            patch,
             model,
             task,
             site,

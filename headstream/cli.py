@@ -34,7 +34,7 @@ class Options:
         return not self.quiet
 
 
-class Model(click.ParamType):
+class Model(click.ParamType[str]):
     """A zoo name or a model folder, checked before anything heavy is loaded."""
 
     name = "model"
@@ -102,8 +102,9 @@ def run(arguments: Sequence[str]) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        usage = f"{error.ctx.command_path} --help" if _has_context(error) else "headstream --help"
-        complain(error.format_message(), f"see {usage}", "UsageError", as_json=as_json)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        usage = context.command_path if context else "headstream"
+        complain(error.format_message(), f"see {usage} --help", "UsageError", as_json=as_json)
         return 2
     except (click.Abort, KeyboardInterrupt):
         complain("stopped", "", "Interrupted", as_json=as_json)
@@ -114,6 +115,3 @@ def run(arguments: Sequence[str]) -> int:
         complain(error.message, error.hint, type(error).__name__, as_json=as_json)
         return 3
 
-
-def _has_context(error: click.ClickException) -> bool:
-    return isinstance(error, click.UsageError) and error.ctx is not None

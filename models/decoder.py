@@ -92,7 +92,8 @@ class Decoder(LensSurface):
             self.hook_pos_embed = HookPoint()
         if config.positions == "shortformer":
             self.hook_shortformer_pos = HookPoint()
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.blocks = cast(Sequence[Block], blocks)
         self.ln_final = make_norm(config)
         self.unembed = Unembed(config)
         _initialise(self, seed)

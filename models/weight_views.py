@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstream.models.config import DecoderConfig
 from headstream.models.positions import sinusoidal_vectors
@@ -19,7 +20,8 @@ class WeightViews:
     """Weights by name. A bias that does not exist is zeros; a matrix that does not is refused."""
 
     config: DecoderConfig
-    blocks: nn.ModuleList
+    # An nn.ModuleList; typed by what it holds.
+    blocks: Sequence[Block]
     embed: Any
     pos_embed: Any
     unembed: Any
@@ -133,8 +135,7 @@ class WeightViews:
     ) -> Float[Tensor, " d_model"]:
         """Sum of the output biases of the layers before `layer`, as TransformerLens' cache asks."""
         total = torch.zeros(self.config.d_model, dtype=self.dtype, device=self.device)
-        blocks = cast("list[Block]", list(self.blocks))
-        for index, block in enumerate(blocks[: layer + 1 if mlp_input else layer]):
+        for index, block in enumerate(self.blocks[: layer + 1 if mlp_input else layer]):
             if block.attn.b_O is not None:
                 total = total + block.attn.b_O
             whole = include_mlp_biases and block.has_mlp and not (mlp_input and index == layer)

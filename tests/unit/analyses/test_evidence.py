@@ -37,3 +37,8 @@ def test_measured_and_unknown_say_what_they_rest_on() -> None:
     assert open_question.evidence is Evidence.UNKNOWN
     assert open_question.value is None
     assert open_question.reason == "not tested; patch it"
+
+
+def test_an_interval_that_could_not_be_computed_is_none() -> None:
+    claim = measured("x", "s", value=1.0, unit="nats", n=1, interval=(math.nan, math.nan))
+    assert claim.interval is None

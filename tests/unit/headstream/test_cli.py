@@ -1,0 +1,220 @@
+"""The command line: answers on stdout, everything else on stderr, exit codes as documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstream.analyses.result import load_result
+from headstream.cli import run
+from headstream.models.config import DecoderConfig
+from headstream.models.decoder import Decoder
+from headstream.models.store import load
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny random model on disk, without a card that names a task."""
+    config = DecoderConfig(
+        n_layers=1, n_heads=2, d_model=8, d_head=4, d_vocab=30, n_ctx=32, bos_token_id=0
+    )
+    model = Decoder(config, seed=3)
+    model.vocab = ["<s>", *(f"<b>{i}</b>" for i in range(29))]
+    target = tmp_path / "tiny"
+    model.save(target)
+    return target
+
+
+def test_models_lists_the_zoo(capsys: Captured) -> None:
+    assert run(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "constructed-induction" in out
+    assert run(["models", "--json"]) == 0
+    names = [model["name"] for model in json.loads(capsys.readouterr().out)]
+    assert {"constructed-induction", "induction-2l"} <= set(names)
+
+
+def test_models_shows_a_card(capsys: Captured) -> None:
+    assert run(["models", "constructed-induction"]) == 0
+    assert "circuit: previous-token L0H1, induction L1H2" in capsys.readouterr().out
+    assert run(["models", "constructed-induction", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["circuit"]["induction"] == ["L1H2"]
+
+
+def test_heads_puts_the_induction_head_first(capsys: Captured) -> None:
+    assert run(["heads", "constructed-induction", "-q"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[1].startswith("L1H2")
+    assert lines[1].endswith("induction pattern")
+    assert any(line.startswith("chance") for line in lines)
+    assert max(map(len, lines[:10])) <= 80, "a table fits a terminal"
+    assert run(["heads", "constructed-induction", "--sort", "previous_token", "-q"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("L0H1")
+
+
+def test_audit_passes_and_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(["audit", "constructed-induction"]) == 0
+    out = capsys.readouterr().out
+    assert "PROVEN" in out
+    assert "does not apply: this model has no norm" in out
+    from headstream.models import attention
+
+    right = attention.attend_flash
+    monkeypatch.setattr(
+        attention, "attend_flash", lambda *a, **k: (right(*a, **k)[0] * 1.001, right(*a, **k)[1])
+    )
+    assert run(["audit", "constructed-induction"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_report_of_a_model_without_a_task(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "out.html"
+    assert run(["report", str(folder), "-o", str(page), "-q", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["bytes"] == page.stat().st_size
+    assert said["path"] == str(page)
+    assert "no patching was run" in page.read_text(encoding="utf-8")
+
+
+def test_report_is_redrawn_from_saved_results(tmp_path: Path, capsys: Captured) -> None:
+    page, again, saved = tmp_path / "a.html", tmp_path / "b.html", tmp_path / "results"
+    arguments = ["report", "constructed-induction", "-n", "8", "-q", "--results", str(saved)]
+    assert run([*arguments, "-o", str(page)]) == 0
+    assert load_result(sorted(saved.iterdir())[0]).kind == "audit"
+    assert run(["report", str(saved), "-o", str(again)]) == 0
+    assert page.read_bytes() == again.read_bytes()
+    capsys.readouterr()
+    assert run(["report", str(saved), "-o", "-"]) == 0
+    assert capsys.readouterr().out.encode() == page.read_bytes()
+
+
+def test_report_never_overwrites_unasked(tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "kept.html"
+    page.write_text("mine")
+    assert run(["report", "constructed-induction", "-o", str(page)]) == 2
+    assert "exists; choose another name, or --force" in capsys.readouterr().err
+    assert page.read_text() == "mine"
+
+
+def test_own_pairs(tmp_path: Path, capsys: Captured) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    line = {"clean": "t01 t02 t03 t01", "corrupted": "t09 t02 t03 t01"}
+    pairs.write_text(json.dumps(line | {"answer": "t02", "wrong": "t03"}) + "\n")
+    page = tmp_path / "own.html"
+    arguments = ["report", "constructed-induction", "--pairs", str(pairs), "-o", str(page), "-q"]
+    assert run(arguments) == 0
+    pairs.write_text('{"clean": "t01"\n')
+    assert run([*arguments, "--force"]) == 3
+    assert "line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["heads", "constructed-inductoin"], "nearest is 'constructed-induction'"),
+        (["heads"], "Missing argument 'MODEL'"),
+        (["heads", "constructed-induction", "--sort", "x"], "'x' is not one of"),
+        (["report", "constructed-induction"], "Missing option"),
+        (["report", "constructed-induction", "-o", "no/such/x.html"], "folder 'no/such' does not"),
+        (["report", "constructed-induction", "-o", "."], "'.' exists"),
+        (["train", "induction-2l", "-o", "no/such/x"], "folder 'no/such' does not exist"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_usage_errors(arguments: list[str], words: str, capsys: Captured) -> None:
+    assert run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("headstream: ")
+    assert words in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert run([*arguments, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["error"]["type"] == "UsageError"
+    assert printed.err == ""
+
+
+def test_damaged_model_is_input_that_cannot_be_used(folder: Path, capsys: Captured) -> None:
+    (folder / "weights.safetensors").write_bytes(b"not weights")
+    assert run(["heads", str(folder)]) == 3
+    error = capsys.readouterr().err
+    assert "is damaged" in error
+    assert "Traceback" not in error
+    assert run(["heads", str(folder), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "StoreError"
+
+
+def test_saved_results_that_are_none(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    assert run(["report", str(tmp_path / "x.json"), "-o", str(tmp_path / "y.html")]) == 3
+    assert "is not a headstream result" in capsys.readouterr().err
+    assert not (tmp_path / "y.html").exists()
+    (tmp_path / "empty").mkdir()
+    assert run(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "y.html")]) == 2
+    assert "holds no model and no saved results" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    from headstream.models.errors import StoreError
+
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(StoreError):
+        run(["heads", str(folder), "--debug"])
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    from headstream.models import store
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "load", stop)
+    assert run(["heads", "constructed-induction"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_train_saves_a_model_that_loads(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstream.models.zoo import training
+
+    whole = training.train
+    monkeypatch.setattr(training, "train", lambda name, **o: whole(name, steps=3, **o))
+    target = tmp_path / "mine"
+    assert run(["train", "induction-2l", "-o", str(target), "--seed", "5", "-q"]) == 0
+    assert load(target).weights_sha256() in capsys.readouterr().out
+    assert run(["train", "induction-2l", "-o", str(target)]) == 2
+    assert "exists; choose another folder, or --overwrite" in capsys.readouterr().err
+    other = tmp_path / "other"
+    assert run(["train", "induction-3l", "-o", str(other)]) == 3
+    assert "nearest is 'induction-2l'" in capsys.readouterr().err
+    assert not other.exists()
+
+
+def test_tokens_that_a_terminal_would_obey_are_escaped() -> None:
+    from headstream.console import printable, table
+
+    assert printable("a\x1b[31mb\n") == "a\\x1b[31mb\\n"
+    assert printable("é ⏎ [bold]") == "é ⏎ [bold]"
+    text = table(["head", "score"], [["L0H0", "0.5"], ["L10H0", "-"]])
+    assert text == "head   score\nL0H0     0.5\nL10H0      -"
+
+
+def test_seeds_change_what_is_drawn_and_nothing_else(capsys: Captured) -> None:
+    values = []
+    for seed in ("0", "0", "1"):
+        assert run(["heads", "constructed-induction", "--seed", seed, "--json", "-q"]) == 0
+        values.append(capsys.readouterr().out)
+    assert values[0] == values[1] != values[2]
+
+
+def test_load_gives_what_the_cli_reads(folder: Path) -> None:
+    model = load(folder)
+    assert model.name == "tiny"
+    assert model(torch.tensor([[0, 1, 2]])).shape == (1, 3, 30)
