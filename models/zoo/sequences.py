@@ -54,7 +54,7 @@ class SingleMatch(NamedTuple):
     """
 
     tokens: Int[Tensor, "batch pos"]
-    earlier: Int[Tensor, batch]
+    earlier: Int[Tensor, " batch"]
     fresh: Int[Tensor, "batch unused"]
 
 

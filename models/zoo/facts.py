@@ -1,0 +1,115 @@
+"""What a card says about the circuit of a trained model: patterns, and losses with heads silent.
+
+This is what the recipe checks itself by, kept apart from `circuits` and `analyses`, which stand
+above the zoo and are tried on its models. Scores are means of the pattern on held-out training
+sequences; silencing sets a head's z to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstream.models.decoder import Decoder
+from headstream.models.hooks import capture, edited
+from headstream.models.names import head_name
+from headstream.models.zoo.sequences import RepeatedBlocks
+
+Head = tuple[int, int]
+
+# A head is named in the card's circuit from this score on.
+NAMED_FROM = 0.5
+
+
+def losses(
+    model: Decoder, made: RepeatedBlocks, **forward: Any
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Mean loss in nats on tokens that a repeat predicts (best possible 0), and on fresh ones."""
+    per_token = model(made.tokens, return_type="loss_per_token", **forward)
+    return per_token[made.predictable[:, 1:]].mean(), per_token[made.fresh[:, 1:]].mean()
+
+
+def loss_without(model: Decoder, made: RepeatedBlocks, heads: Iterable[Head]) -> float:
+    """Mean loss in nats on repeats when z of these heads is zero."""
+    silent = torch.zeros(model.config.n_layers, model.config.n_heads, dtype=torch.bool)
+    for layer, head in heads:
+        silent[layer, head] = True
+
+    def silence(layer: int) -> Any:
+        return lambda z: z.masked_fill(silent[layer][:, None].to(z.device), 0.0)
+
+    edits = {
+        f"blocks.{layer}.attn.hook_z": silence(layer) for layer in range(model.config.n_layers)
+    }
+    with torch.no_grad(), edited(model, edits):
+        return float(losses(model, made)[0])
+
+
+def head_scores(
+    model: Decoder, made: RepeatedBlocks
+) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer head"]]:
+    """Previous-token and induction score of every head.
+
+    Previous-token: mean attention from position i to i - 1, over i >= 1. Induction: attention from
+    the query before a predictable token to all tokens that follow an earlier copy of the query's,
+    mean over those queries (`science.md`: sum over a query's targets, then mean over queries).
+    """
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.config.n_layers)]
+    with torch.no_grad():
+        _, acts = capture(model, made.tokens, names)
+    tokens = made.tokens
+    follows = torch.zeros(*tokens.shape, tokens.shape[1], dtype=torch.bool)
+    follows[:, :, 1:] = tokens[:, :, None] == tokens[:, None, :-1]  # [batch, query, key]
+    follows = follows.tril()
+    asks = torch.zeros_like(made.predictable)
+    asks[:, :-1] = made.predictable[:, 1:]
+    previous, induction = [], []
+    for name in names:
+        pattern = acts[name]
+        previous.append(pattern.diagonal(-1, 2, 3).mean((0, 2)))
+        mass = (pattern * follows[:, None]).sum(-1)  # [batch, head, query]
+        induction.append(mass.transpose(1, 2)[asks].mean(0))
+    return torch.stack(previous), torch.stack(induction)
+
+
+def find_circuit(
+    model: Decoder, made: RepeatedBlocks
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Names of the heads by what they attend to, and the numbers behind the names.
+
+    Returns:
+        `{"previous-token": [..], "induction": [..], "idle": [..]}` and a dict of scores by head,
+        loss on repeats with each head silent, and with all heads of a kind silent.
+    """
+    heads = [
+        (at, head) for at in range(model.config.n_layers) for head in range(model.config.n_heads)
+    ]
+    previous, induction = head_scores(model, made)
+    kinds: dict[str, list[Head]] = {
+        "previous-token": [h for h in heads if float(previous[h]) > NAMED_FROM],
+        "induction": [h for h in heads if float(induction[h]) > NAMED_FROM],
+    }
+    named = {head for members in kinds.values() for head in members}
+    kinds["idle"] = [head for head in heads if head not in named]
+    names = {kind: [head_name(*head) for head in members] for kind, members in kinds.items()}
+    measured = {
+        "previous_token_score": _by_head(heads, previous),
+        "induction_score": _by_head(heads, induction),
+        "loss_on_repeats_without": {
+            head_name(*head): round(loss_without(model, made, [head]), 4) for head in heads
+        }
+        | {
+            f"all {kind}": round(loss_without(model, made, members), 4)
+            for kind, members in kinds.items()
+            if members
+        },
+    }
+    return names, measured
+
+
+def _by_head(heads: list[Head], scores: Float[Tensor, "layer head"]) -> dict[str, float]:
+    return {head_name(*head): round(float(scores[head]), 3) for head in heads}
