@@ -58,6 +58,11 @@ class Attention(nn.Module):
     """One layer's heads. Weights: `W_Q` [head, d_model, d_head], `W_K W_V` [kv_head, d_model,
     d_head], `W_O` [head, d_head, d_model], `b_Q b_K b_V` [head, d_head], `b_O` [d_model]."""
 
+    b_Q: nn.Parameter | None
+    b_K: nn.Parameter | None
+    b_V: nn.Parameter | None
+    b_O: nn.Parameter | None
+
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer

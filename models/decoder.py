@@ -44,7 +44,7 @@ from headstream.models.loss import next_token_loss
 from headstream.models.names import hook_table
 from headstream.models.norms import make_norm
 from headstream.models.positions import rotary_tables, sinusoidal_vectors
-from headstream.models.vocabulary import check_tokens, check_vocabulary
+from headstream.models.vocabulary import check_tokens
 
 
 class Decoder(LensSurface):
@@ -83,7 +83,7 @@ class Decoder(LensSurface):
         self.naive_limit = 8 * 2**30
         self.name = "unnamed"
         self.card: dict[str, Any] | None = None
-        self._vocab: list[str] | None = None
+        self.vocab = None
         self.embed = Embed(config)
         self.hook_embed = HookPoint()
         if config.positions in ("learned", "shortformer"):
@@ -104,7 +104,7 @@ class Decoder(LensSurface):
         # In firing order, so that a cache of everything reads from top to bottom.
         self.hook_dict = {name: self.hook_dict[name] for name in table}
         for name, spec in table.items():
-            cast(HookPoint, self.hook_dict[name]).spec = spec
+            self.hook_dict[name].spec = spec
         self.eval()
 
     def forward(
@@ -225,25 +225,6 @@ class Decoder(LensSurface):
             fwd_hooks=fwd_hooks,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of the weights."""
-        return self.embed.W_E.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.embed.W_E.device
-
-    @property
-    def vocab(self) -> list[str] | None:
-        """The strings of the tokens, or None. Setting it checks length and distinctness."""
-        return self._vocab
-
-    @vocab.setter
-    def vocab(self, words: Sequence[str] | None) -> None:
-        self._vocab = None if words is None else check_vocabulary(words, self.config.d_vocab)
-
     def weights_sha256(self) -> str:
         """SHA-256 over the sorted (name, dtype, shape, bytes) of the weights, not of a file."""
         digest = hashlib.sha256()
@@ -293,7 +274,7 @@ class Decoder(LensSurface):
 
     def _set_offset(self, offset: int) -> None:
         for point in self.hook_dict.values():
-            cast(HookPoint, point).offset = offset
+            point.offset = offset
 
     def _read_out(
         self, resid: Tensor, rows: Tensor, mask: Tensor | None, return_type: str | None

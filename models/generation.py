@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headstream.models.errors import ShapeError
-from headstream.models.hook_point import HookPoint
 from headstream.models.kv_cache import KVCache
 from headstream.models.resolve import resolve
 from headstream.models.vocabulary import check_tokens
@@ -71,7 +70,7 @@ def generate(
     for name, _ in hooks:
         resolve(model.hook_dict, name)
     draws = torch.Generator().manual_seed(0 if seed is None else seed)
-    listened = any(cast(HookPoint, point).wanted for point in model.hook_points())
+    listened = any(point.wanted for point in model.hook_dict.values())
     cache = None if hooks or listened else KVCache(model, batch=rows.shape[0])
     fresh = rows
     for _ in range(max_new_tokens):

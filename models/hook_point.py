@@ -32,6 +32,8 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
 
     spec: HookSpec | None = None
     offset: int = 0
+    fwd_hooks: list[Any]
+    bwd_hooks: list[Any]
 
     def add_hook(
         self,
@@ -69,8 +71,9 @@ class HookPoint(transformer_lens.hook_points.HookPoint):
     def detach(self, handle: Any) -> None:
         """Take off the one hook that `handle` stands for, and no other."""
         handle.hook.remove()
-        self.fwd_hooks = [kept for kept in self.fwd_hooks if kept is not handle]
-        self.bwd_hooks = [kept for kept in self.bwd_hooks if kept is not handle]
+        for handles in (self.fwd_hooks, self.bwd_hooks):
+            # In place: nn.Module is slow to set an attribute, and every hook comes by here.
+            handles[:] = [kept for kept in handles if kept is not handle]
 
     @property
     def wanted(self) -> bool:

@@ -65,8 +65,10 @@ class Keeper:
         return output.clone() if shared else output
 
     def _keep(self, tensor: Tensor, hook: Any, suffix: str, *, copy: bool) -> None:
-        value = tensor.detach().to(self.device)
-        if hook.spec is not None:
+        value = tensor.detach()
+        if self.device is not None:
+            value = value.to(self.device)
+        if self.cut.mode != "identity":
             value = self.cut.apply(value, dim=hook.spec.pos_axis)
         if self.remove_batch_dim:
             if value.shape[0] != 1:
@@ -76,10 +78,12 @@ class Keeper:
                 )
             value = value[0]
         # A part of a storage would keep all of it alive.
-        partial = value.numel() * value.element_size() < value.untyped_storage().nbytes()
-        if copy or partial or _storage(value) in self._storages:
+        partial = value.nbytes < value.untyped_storage().nbytes()
+        pointer = _storage(value)
+        if copy or partial or pointer in self._storages:
             value = value.clone()
-        self._storages.add(_storage(value))
+            pointer = _storage(value)
+        self._storages.add(pointer)
         self.kept[hook.name + suffix] = value
 
 

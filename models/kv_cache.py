@@ -49,11 +49,11 @@ class KVCache:
             raise ShapeError(f"batch must be a whole number >= 1, got {batch!r}")
         config = model.config
         shape = (batch, 0, config.kv_heads, config.d_head)
-        options = {"dtype": model.dtype, "device": model.device}
+        empty = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.batch = batch
         self.config = config
-        self.keys: list[_All] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
-        self.values: list[_All] = [torch.empty(shape, **options) for _ in range(config.n_layers)]
+        self.keys: list[_All] = [empty for _ in range(config.n_layers)]
+        self.values: list[_All] = [empty for _ in range(config.n_layers)]
         self.mask: Bool[Tensor, "batch key_pos"] = torch.empty(
             (batch, 0), dtype=torch.bool, device=model.device
         )

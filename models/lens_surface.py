@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 from transformer_lens import ActivationCache, HookedRootModule
 
-from headstream.models.config import DecoderConfig
 from headstream.models.errors import HookError, ShapeError
 from headstream.models.hook_point import HookFunction, HookPoint
 from headstream.models.keeper import Keeper
 from headstream.models.lens_config import LensConfig
 from headstream.models.resolve import resolve
 from headstream.models.text_methods import TextMethods
-from headstream.models.weight_views import WeightViews
 
 Direction = Literal["fwd", "bwd"]
 HookName = str | Callable[[str], bool]
@@ -31,13 +29,10 @@ NamedHook = tuple[HookName, HookFunction]
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 
 
-class LensSurface(WeightViews, TextMethods, HookedRootModule):
+class LensSurface(TextMethods, HookedRootModule):
     """TransformerLens' surface over `config`, `blocks`, `embed`, `unembed` and `ln_final`."""
 
-    config: DecoderConfig
-    vocab: list[str] | None
-    dtype: torch.dtype
-    device: torch.device
+    hook_dict: dict[str, HookPoint]
 
     @property
     def cfg(self) -> LensConfig:
@@ -125,7 +120,7 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
             device=device,
             remove_batch_dim=remove_batch_dim,
             pos_slice=pos_slice,
-            alone=not any(cast(HookPoint, point).wanted for point in self.hook_points()),
+            alone=not any(point.wanted for point in self.hook_dict.values()),
             arguments=(*model_args, *model_kwargs.values()),
         )
         with (
@@ -196,7 +191,7 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
 
     def hooks_active(self) -> int:
         """How many hooks are attached, forward and backward, over all points."""
-        return sum(len(point.fwd_hooks) + len(point.bwd_hooks) for point in self.hook_points())
+        return sum(len(point.fwd_hooks) + len(point.bwd_hooks) for point in self.hook_dict.values())
 
     def add_hook(
         self,
@@ -210,7 +205,7 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
         """Attach a hook until `reset_hooks`; the name may be a glob and must match."""
         by_name = _is_exact(name)
         for match in resolve(self.hook_dict, name):
-            point = cast(HookPoint, self.hook_dict[match])
+            point = self.hook_dict[match]
             point.add_hook(hook, dir, is_permanent, level, prepend, by_name=by_name)
 
     @contextmanager
@@ -220,7 +215,7 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
         self.context_level += 1
 
         def attach(name: str, hook: HookFunction, direction: Direction, by_name: bool) -> Any:
-            point = cast(HookPoint, self.hook_dict[name])
+            point = self.hook_dict[name]
             handle = point.add_hook(hook, direction, level=self.context_level, by_name=by_name)
             attached.append((point, handle))
             return handle
@@ -237,7 +232,7 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
 
     def _cached_names(self, names_filter: NamesFilter) -> dict[str, bool]:
         """The names meant, in firing order, and whether each was named as such."""
-        points = cast(dict[str, HookPoint], self.hook_dict)
+        points = self.hook_dict
         if names_filter is None:
             return {n: False for n, p in points.items() if p.spec is None or not p.spec.on_request}
         one = isinstance(names_filter, str) or callable(names_filter)
@@ -251,11 +246,11 @@ class LensSurface(WeightViews, TextMethods, HookedRootModule):
         return {name: exact[name] for name in points if name in exact}
 
     def _takes_gradient(self, name: str) -> bool:
-        spec = cast(HookPoint, self.hook_dict[name]).spec
+        spec = self.hook_dict[name].spec
         return spec is None or spec.writable
 
     def _why_unfired(self, name: str) -> str:
-        spec = cast(HookPoint, self.hook_dict[name]).spec
+        spec = self.hook_dict[name].spec
         if spec is not None and spec.naive_only:
             return "backend 'flash' does not form the n x n matrix; use backend='naive' or 'auto'"
         return "no pass that reaches it was run inside the block"

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstream.models.config import DecoderConfig
 from headstream.models.errors import ShapeError, TokenError
-from headstream.models.vocabulary import check_tokens, encode
+from headstream.models.vocabulary import check_tokens, check_vocabulary, encode
+from headstream.models.weight_views import WeightViews
 
 
-class TextMethods:
+class TextMethods(WeightViews):
     """Text to tokens and back, under TransformerLens' names."""
 
-    config: DecoderConfig
-    vocab: list[str] | None
-    device: torch.device
-    W_U: Tensor
+    _vocab: list[str] | None
+
+    @property
+    def vocab(self) -> list[str] | None:
+        """The strings of the tokens, or None. Setting it checks length and distinctness."""
+        return self._vocab
+
+    @vocab.setter
+    def vocab(self, words: Sequence[str] | None) -> None:
+        self._vocab = None if words is None else check_vocabulary(words, self.config.d_vocab)
 
     def to_tokens(
         self, text: str | Sequence[str] | Tensor, prepend_bos: bool | None = None
@@ -37,7 +44,7 @@ class TextMethods:
         if isinstance(text, Tensor):
             return check_tokens(text, self.config.d_vocab)
         several = isinstance(text, Sequence) and not isinstance(text, str)
-        prompts = list(text) if several else [text]
+        prompts: list[Any] = list(text) if several else [text]
         for prompt in prompts:
             if not isinstance(prompt, str):
                 raise TokenError(

@@ -25,8 +25,16 @@ class WeightViews:
     embed: Any
     pos_embed: Any
     unembed: Any
-    dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the weights."""
+        return self.embed.W_E.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed.W_E.device
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module turns the AttributeError of a property into one of its own, which says less.
