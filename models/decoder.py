@@ -76,8 +76,7 @@ class Decoder(LensSurface):
         super().__init__()
         if not isinstance(config, DecoderConfig):
             raise ConfigError(f"config must be a DecoderConfig, got {type(config).__name__}")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        check_dtype(dtype)
         self.config = config
         self.backend: Backend = "auto"
         self.naive_limit = 8 * 2**30
@@ -314,6 +313,14 @@ class Decoder(LensSurface):
         return rotary_tables(positions, self.config.d_head, self.config.rotary_base, self.dtype)
 
 
+def check_dtype(dtype: object) -> None:
+    """Raise ConfigError unless weights can be of this dtype."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}"
+        )
+
+
 def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     """A decoder with exactly these weights: names, shapes and one dtype must fit.
 
@@ -324,8 +331,6 @@ def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     if len(dtypes) > 1:
         raise ConfigError(f"weights mix dtypes {sorted(map(str, dtypes))}; one is expected")
     dtype = next(iter(dtypes), torch.float32)
-    if not dtype.is_floating_point:
-        raise ConfigError(f"weights are {dtype}; a floating-point dtype is expected")
     model = Decoder(config, dtype=dtype)
     expected = model.state_dict()
     missing = sorted(set(expected) - set(weights))

@@ -61,7 +61,7 @@ class LensSurface(TextMethods, HookedRootModule):
             *(("fwd", name, hook) for name, hook in _pairs("fwd_hooks", fwd_hooks)),
             *(("bwd", name, hook) for name, hook in _pairs("bwd_hooks", bwd_hooks)),
         ]
-        matches = [resolve(self.hook_dict, name) for _, name, _ in named]
+        matches = [self._matches(name, direction) for direction, name, _ in named]
         with self._level(reset_hooks_end, clear_contexts) as attach:
             handles = [
                 [attach(match, hook, direction, _is_exact(name)) for match in found]
@@ -204,7 +204,7 @@ class LensSurface(TextMethods, HookedRootModule):
     ) -> None:
         """Attach a hook until `reset_hooks`; the name may be a glob and must match."""
         by_name = _is_exact(name)
-        for match in resolve(self.hook_dict, name):
+        for match in self._matches(name, dir):
             point = self.hook_dict[match]
             point.add_hook(hook, dir, is_permanent, level, prepend, by_name=by_name)
 
@@ -244,6 +244,13 @@ class LensSurface(TextMethods, HookedRootModule):
         if not exact:
             raise HookError("names_filter names no hook", hint="None means every hook")
         return {name: exact[name] for name in points if name in exact}
+
+    def _matches(self, name: HookName, direction: str) -> list[str]:
+        """The points that `name` means; a set of names takes backward hooks where they can be."""
+        matches = resolve(self.hook_dict, name)
+        if direction == "fwd" or _is_exact(name):
+            return matches
+        return [match for match in matches if self._takes_gradient(match)] or matches
 
     def _takes_gradient(self, name: str) -> bool:
         spec = self.hook_dict[name].spec

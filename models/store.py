@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError
 
 from headstream.models.config import DecoderConfig
-from headstream.models.decoder import Decoder, build
-from headstream.models.errors import ConfigError, HeadstreamError, StoreError
+from headstream.models.decoder import Decoder, build, check_dtype
+from headstream.models.errors import HeadstreamError, StoreError
 from headstream.models.zoo.registry import path_of
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ def load(
     Raises:
         StoreError: for a name that is neither (the zoo and the nearest are named), a missing or
             damaged file, keys too many or too few, or weights that do not match their card.
-        ConfigError: if `dtype` is not a floating-point dtype.
+        ConfigError: if weights cannot be of `dtype`.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype must be a floating-point torch.dtype or None, got {dtype}")
+    if dtype is not None:
+        check_dtype(dtype)
     given = Path(name_or_path)
     folder = given if given.is_dir() else path_of(str(name_or_path))
     try:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -301,7 +302,9 @@ def test_moved_and_copied_models(model32: Decoder, tokens: Tensor) -> None:
     with double.hooks(fwd_hooks=[("hook_embed", lambda x, hook: x * 0)]):
         assert model32.hooks_active() == 0
         assert not torch.equal(double(tokens).float(), model32(tokens))
-    assert (copy.deepcopy(double)(tokens) == double(tokens)).all()
+    for twin in (copy.deepcopy(double), pickle.loads(pickle.dumps(double))):
+        assert torch.equal(twin(tokens), double(tokens))
+        assert twin.run_with_cache(tokens)[1].keys() == double.run_with_cache(tokens)[1].keys()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -547,8 +550,8 @@ def test_options_that_do_not_exist(model_a: Decoder) -> None:
 def test_decoders_that_cannot_be(model_a: Decoder) -> None:
     with pytest.raises(ConfigError, match=r"config must be a DecoderConfig, got dict"):
         Decoder({})  # type: ignore[arg-type]
-    for dtype in (torch.int32, "float32"):
-        with pytest.raises(ConfigError, match=r"dtype must be a floating-point torch\.dtype, got"):
+    for dtype in (torch.int32, "float32", torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(ConfigError, match=r"dtype must be torch\.float16, bfloat16, .* got"):
             Decoder(model_a.config, dtype=dtype)  # type: ignore[arg-type]
 
 

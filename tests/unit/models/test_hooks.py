@@ -558,6 +558,17 @@ def test_a_backward_hook_turns_its_layer_naive(model: Decoder, tokens: Tensor) -
         assert (seen["auto"][0] - seen["naive"][0]).abs().max() < EXACT
 
 
+def test_a_backward_hook_on_everything(model: Decoder, tokens: Tensor) -> None:
+    """A set of names takes what a gradient can reach."""
+    for everything in ("*", lambda name: True):
+        seen: set[str] = set()
+        hooks = [(everything, lambda grad, hook, seen=seen: seen.add(hook.name))]
+        with model.hooks(bwd_hooks=hooks):
+            model(tokens, return_type="loss").backward()
+        assert seen == {name for name, point in model.hook_dict.items() if point.spec.writable}
+        assert model.hooks_active() == 0
+
+
 def test_an_edited_gradient_reaches_the_weights(model: Decoder, tokens: Tensor) -> None:
     """A zero gradient at z stops what reaches W_V, in both forms TransformerLens accepts."""
     weight = model.blocks[1].attn.W_V
