@@ -57,6 +57,8 @@ class Decoder(LensSurface):
             is neither read nor changed.
         dtype, device: of the weights. The same seed gives the same numbers, rounded to `dtype`.
 
+    `torch.compile` leaves it as it is: a compiled pass would ignore hooks attached afterwards.
+
     Attributes:
         config: the `DecoderConfig`; `cfg` is the same as TransformerLens' tools want it.
         backend: `"auto"` unless set; what a call without `backend=` uses.
