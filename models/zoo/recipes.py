@@ -116,6 +116,7 @@ def find_recipe(name: str) -> Recipe:
     """
     if name not in RECIPES:
         raise ConfigError(
-            f"no recipe {name!r}; there are {', '.join(RECIPES)}", hint=nearest(name, RECIPES)
+            f"no recipe {name!r}; there are {', '.join(RECIPES)}",
+            hint=nearest(name, RECIPES) or "the zoo's other models are written by hand",
         )
     return RECIPES[name]

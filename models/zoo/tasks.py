@@ -24,7 +24,12 @@ Corruption = Literal["earlier_query", "answer", "last"]
 
 
 def pairs_for(
-    card: Mapping[str, Any], n: int, seed: int, *, corruption: str = "earlier_query"
+    card: Mapping[str, Any],
+    n: int,
+    seed: int,
+    *,
+    corruption: str = "earlier_query",
+    distance: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """`n` pairs for the task that a model's card names.
 
@@ -33,20 +38,24 @@ def pairs_for(
         n: pairs.
         seed: of the draw; the global random state is not used.
         corruption: what is replaced, see above.
+        distance: smallest and largest distance between the two A's; None is all that fit.
     Returns:
         The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
         [example], and `roles`, name -> position [example]: `earlier_query` the earlier A,
         `answer_source` the B after it, `query` the last token. `wrong` is another token of the
         clean prompt, drawn uniformly from those that are neither A, B nor BOS, so that merely
-        preferring tokens of the context gains nothing.
+        preferring tokens of the context gains nothing; with `corruption="answer"` it is the token
+        that replaced B.
     Raises:
-        TaskError: if the card names no task that is known here, or n < 1.
+        TaskError: if the card names no task that is known here or one that cannot be drawn, n < 1,
+            or `distance` does not fit.
+    Example:
+        >>> card = {"task": {"kind": "induction", "length": 6, "n_content": 9}}
+        >>> pairs = pairs_for(card, n=1, seed=0)
+        >>> int((pairs["clean"] != pairs["corrupted"]).sum())
+        1
     """
-    task = card.get("task")
-    kind = task.get("kind") if isinstance(task, Mapping) else None
-    if kind != "induction":
-        raise TaskError(f"the card of {card.get('name')!r} names no known task, got {task!r}")
-    assert isinstance(task, Mapping)
+    length, n_content = _induction_sizes(card)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TaskError(f"n must be a whole number of pairs >= 1, got {n!r}")
     if corruption not in get_args(Corruption):
@@ -55,7 +64,7 @@ def pairs_for(
             hint=nearest(str(corruption), get_args(Corruption)),
         )
     generator = torch.Generator().manual_seed(seed)
-    made = single_match(n, int(task["length"]), int(task["n_content"]), generator=generator)
+    made = single_match(n, length, n_content, generator=generator, distance=distance)
     row = torch.arange(n)
     last = made.tokens.shape[1] - 1
     place = {
@@ -81,6 +90,25 @@ def pairs_for(
             "query": torch.full((n,), last),
         },
     }
+
+
+def _induction_sizes(card: Mapping[str, Any]) -> tuple[int, int]:
+    """Length and number of content tokens of the card's task."""
+    task = card.get("task")
+    if not isinstance(task, Mapping) or task.get("kind") != "induction":
+        raise TaskError(f"the card of {card.get('name')!r} names no known task, got {task!r}")
+    sizes = task.get("length"), task.get("n_content")
+    if not all(isinstance(size, int) for size in sizes):
+        raise TaskError(
+            f"the task of {card.get('name')!r} must give length and n_content as whole numbers, "
+            f"got {task!r}"
+        )
+    if task["length"] < 5:
+        raise TaskError(
+            f"an induction task takes at least 5 tokens, `<bos> X A B A`, got length="
+            f"{task['length']}"
+        )
+    return int(task["length"]), int(task["n_content"])
 
 
 def _other_token(tokens: Tensor, earlier: Tensor, generator: torch.Generator) -> Tensor:

@@ -23,6 +23,7 @@ from headstream.models.zoo.sequences import RepeatedBlocks, repeated_blocks
 
 _WARMUP = 50
 _EVALUATED = 512
+_CIRCUIT_ON = 128
 # Repeat distances that the card reports, with the block length used at each.
 _DISTANCES = ((4, 4), (6, 6), (10, 10), (16, 12), (24, 12), (32, 12), (40, 12))
 
@@ -130,7 +131,8 @@ def _card(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
     held_out = draw(recipe, recipe.phases[-1], _EVALUATED, Generator().manual_seed(recipe.seed + 2))
     with torch.no_grad():
         repeats, fresh = losses(model, held_out)
-    names, measured = find_circuit(model, held_out)
+    few = RepeatedBlocks(*(part[:_CIRCUIT_ON] for part in held_out))
+    names, measured = find_circuit(model, few)
     return {
         "name": recipe.name,
         "purpose": recipe.purpose,
@@ -150,11 +152,19 @@ def _card(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
             "by_distance": _by_distance(model, recipe),
         },
         "circuit": names,
-        "measured": measured,
+        "measured": {"sequences": _CIRCUIT_ON, **measured},
         "recipe": {
             "steps": steps,
             "of_steps": recipe.steps,
-            "phases": [dataclasses.asdict(phase) for phase in recipe.phases],
+            "phases": [
+                {
+                    "steps": phase.steps,
+                    "block": list(phase.block),
+                    "gap": list(phase.gap),
+                    "lead": list(phase.lead),
+                }
+                for phase in recipe.phases
+            ],
             "optimiser": "AdamW",
             "learning_rate": recipe.learning_rate,
             "betas": list(recipe.betas),

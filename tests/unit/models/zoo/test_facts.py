@@ -1,0 +1,148 @@
+"""What a card says of a circuit, on the model whose circuit is known; and the shipped card."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator
+
+from headstream.models.decoder import Decoder
+from headstream.models.store import load
+from headstream.models.zoo.constructed import constructed_induction
+from headstream.models.zoo.facts import find_circuit, head_scores, loss_without, losses
+from headstream.models.zoo.recipes import RECIPES
+from headstream.models.zoo.sequences import RepeatedBlocks, repeated_blocks
+from headstream.models.zoo.training import draw
+
+
+@pytest.fixture(scope="module")
+def constructed() -> Decoder:
+    return constructed_induction()
+
+
+@pytest.fixture(scope="module")
+def repeats() -> RepeatedBlocks:
+    return repeated_blocks(
+        48, 48, 32, generator=Generator().manual_seed(0), block=(3, 12), gap=(0, 8), lead=(0, 6)
+    )
+
+
+def test_scores_of_the_known_circuit_are_one(constructed: Decoder, repeats: RepeatedBlocks) -> None:
+    previous, induction = head_scores(constructed, repeats)
+    assert float(previous[0, 1]) == pytest.approx(1.0, abs=1e-6)
+    # Up to four copies share a row's mass; their sum is what counts.
+    assert float(induction[1, 2]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_scores_of_uniform_heads_are_chance(constructed: Decoder, repeats: RepeatedBlocks) -> None:
+    previous, induction = head_scores(constructed, repeats)
+    uniform = sum(1 / (i + 1) for i in range(1, 48)) / 47
+    assert previous[0, [0, 2, 3]].tolist() == pytest.approx([uniform] * 3, abs=1e-6)
+    by_hand = []
+    for row, predictable in zip(repeats.tokens.tolist(), repeats.predictable.tolist()):
+        for at in range(48):
+            if predictable[at]:
+                targets = sum(row[key - 1] == row[at - 1] for key in range(1, at))
+                by_hand.append(targets / at)
+    assert float(induction[1, 0]) == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-6)
+
+
+def test_the_circuit_is_found_and_nothing_else(
+    constructed: Decoder, repeats: RepeatedBlocks
+) -> None:
+    names, measured = find_circuit(constructed, repeats)
+    assert constructed.card is not None
+    expected = {k: v for k, v in constructed.card["circuit"].items() if k != "through"}
+    assert names == expected
+    without = measured["loss_on_repeats_without"]
+    with torch.no_grad():
+        base = round(float(losses(constructed, repeats)[0]), 4)
+    assert all(without[head] == base for head in names["idle"])
+    # Nothing written: uniform over the vocabulary of 33.
+    assert without["L0H1"] == without["L1H2"] == pytest.approx(3.4965, abs=1e-3)
+    assert without["all idle"] == base
+
+
+def test_silencing_every_head_leaves_the_embedding(
+    constructed: Decoder, repeats: RepeatedBlocks
+) -> None:
+    everything = [(layer, head) for layer in range(2) for head in range(4)]
+    assert loss_without(constructed, repeats, everything) == pytest.approx(3.4965, abs=1e-3)
+    with torch.no_grad():
+        assert loss_without(constructed, repeats, []) == float(losses(constructed, repeats)[0])
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Decoder, dict[str, Any]]:
+    model = load("induction-2l")
+    assert model.card is not None
+    return model, model.card
+
+
+@pytest.fixture(scope="module")
+def fresh_sequences() -> RepeatedBlocks:
+    """Of the kind the recipe trains on, from a seed it never saw."""
+    recipe = RECIPES["induction-2l"]
+    return draw(recipe, recipe.phases[-1], 128, Generator().manual_seed(77))
+
+
+def test_the_shipped_model_meets_its_bar_on_new_sequences(
+    trained: tuple[Decoder, dict[str, Any]], fresh_sequences: RepeatedBlocks
+) -> None:
+    model, card = trained
+    with torch.no_grad():
+        repeats, fresh = losses(model, fresh_sequences)
+    assert float(repeats) < card["loss"]["bar_on_repeats"] == 0.02
+    assert card["loss"]["on_repeats"] < 0.001
+    # Nothing predicts a fresh token: what is reached is the entropy of the draw, ln 48.
+    assert float(fresh) == pytest.approx(card["loss"]["uniform_on_fresh_tokens"], abs=0.05)
+
+
+@pytest.mark.parametrize(("distance", "block"), [(2, 2), (6, 6), (17, 9), (29, 13), (41, 10)])
+def test_it_copies_over_every_distance_and_only_by_content(
+    trained: tuple[Decoder, dict[str, Any]], distance: int, block: int
+) -> None:
+    model, card = trained
+    generator = Generator().manual_seed(distance)
+    gap = distance - block
+    made = repeated_blocks(
+        64, distance + block + 1, 48, generator=generator, block=(block, block), gap=(gap, gap)
+    )
+    with torch.no_grad():
+        assert float(losses(model, made)[0]) < 0.02
+    # The control: same positions, second block replaced by tokens that did not occur.
+    control = made.tokens.clone()
+    for row in control:
+        seen = torch.isin(torch.arange(49), row)
+        unused = (~seen).nonzero()[:, 0]
+        row[-block:] = (
+            unused[torch.randperm(len(unused), generator=generator)[:block]]
+            if (len(unused) >= block)
+            else row[-block:].flip(0)
+        )
+    query = torch.arange(distance + 1, distance + block)
+    target = query - distance + 1
+    for tokens, low, high in ((made.tokens, 0.9, 1.0), (control, 0.0, 0.2)):
+        _, cache = model.run_with_cache(tokens, backend="naive")
+        pattern = cache["blocks.1.attn.hook_pattern"][:, :, query, target].mean((0, 2))
+        heads = [int(name[-1]) for name in card["circuit"]["induction"]]
+        assert all(low <= float(pattern[head]) <= high + 1e-6 for head in heads)
+
+
+def test_the_shipped_card_reports_this_model(
+    trained: tuple[Decoder, dict[str, Any]], fresh_sequences: RepeatedBlocks
+) -> None:
+    model, card = trained
+    names, measured = find_circuit(model, fresh_sequences)
+    assert names == card["circuit"]
+    assert len(names["previous-token"]) == 1
+    head = names["previous-token"][0]
+    assert measured["previous_token_score"][head] > 0.9
+    for kind in ("previous_token_score", "induction_score"):
+        for name, value in card["measured"][kind].items():
+            # Another sample of 128 sequences; scores are means over thousands of queries.
+            assert measured[kind][name] == pytest.approx(value, abs=0.03)
+    without = measured["loss_on_repeats_without"]
+    assert without[head] > 3.0
+    assert without["all induction"] > 3.0
+    assert without["all idle"] < 0.02

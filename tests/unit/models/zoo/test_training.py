@@ -1,0 +1,107 @@
+"""The recipe runner, on a few steps; `benchmarks/retrain.py` runs recipes to their bars."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from headstream.models.decoder import Decoder
+from headstream.models.errors import ConfigError
+from headstream.models.zoo import training
+from headstream.models.zoo.recipes import RECIPES, find_recipe
+from headstream.models.zoo.training import train
+
+NAME = "induction-2l"
+
+
+@pytest.fixture(scope="module")
+def short() -> Decoder:
+    return train(NAME, steps=4, progress=False)
+
+
+def card(model: Decoder) -> dict[str, Any]:
+    assert model.card is not None
+    return model.card
+
+
+def test_the_loss_falls() -> None:
+    """From above ln 48 = 3.87 (initial logits are not uniform) towards it, in 30 steps of 1800."""
+    start = card(train(NAME, steps=1, progress=False))["loss"]["on_repeats"]
+    later = card(train(NAME, steps=30, progress=False))["loss"]["on_repeats"]
+    assert start > 4.1
+    assert later < start - 0.1
+
+
+def test_one_seed_one_model_and_another_seed_another(short: Decoder) -> None:
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    again = train(NAME, steps=4, progress=False)
+    assert torch.equal(torch.get_rng_state(), state), "the global random state is left alone"
+    assert again.weights_sha256() == short.weights_sha256()
+    other = train(NAME, steps=4, seed=1, progress=False)
+    assert other.weights_sha256() != short.weights_sha256()
+    assert card(other)["recipe"]["seed"] == 1
+
+
+def test_the_model_comes_ready_to_use(short: Decoder) -> None:
+    assert not short.training
+    assert short.name == NAME
+    assert short.config == RECIPES[NAME].config
+    assert short.vocab is not None
+    assert short.vocab[:2] == ["<bos>", "t01"]
+    assert all(p.requires_grad and p.grad is None for p in short.parameters())
+    assert short.hooks_active() == 0
+
+
+def test_the_card_says_what_was_done_and_is_json(short: Decoder) -> None:
+    made = card(short)
+    assert made["recipe"]["steps"] == 4
+    assert made["recipe"]["of_steps"] == RECIPES[NAME].steps == 1800
+    assert made["recipe"]["phases"][1]["gap"] == [0, 20]
+    assert made["loss"]["best_possible_on_repeats"] == 0.0
+    assert made["task"] == {"kind": "induction", "length": 32, "n_content": 48}
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    rates = [training._rate(step, 400) for step in (0, 24, 49, 150, 300, 350, 399)]
+    assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 1.0, 0.5, 0.01])
+
+
+def test_turned_positions_run_on_and_wrap() -> None:
+    tokens = torch.zeros(40, 64, dtype=torch.int64)
+    turned = training._turned(RECIPES[NAME], tokens, torch.Generator().manual_seed(0))
+    assert ((turned[:, 1:] - turned[:, :-1]) % 64 == 1).all()
+    assert sorted(turned[0].tolist()) == list(range(64))
+    assert len(set(turned[:, 0].tolist())) > 20
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    train(NAME, steps=1)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert NAME in printed.err
+    assert "loss_on_repeats=" in printed.err
+
+
+def test_progress_can_be_silenced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_card", lambda *_: {})
+    train(NAME, steps=1, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_recipe_lists_them_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no recipe 'induction-3l'; there are induction-2l") as e:
+        train("induction-3l")
+    assert "nearest is 'induction-2l'" in str(e.value)
+    with pytest.raises(ConfigError, match="the zoo's other models are written by hand"):
+        find_recipe("zzz")
+
+
+@pytest.mark.parametrize("steps", [0, -3, True])
+def test_steps_are_checked(steps: int) -> None:
+    with pytest.raises(ConfigError, match="steps must be a whole number >= 1, got"):
+        train(NAME, steps=steps)
