@@ -1,10 +1,11 @@
 """The twin: the page's data as one JSON text, which is hashed, shown, saved and drawn from.
 
-    {"schema": "headstream.report/1", "title": ..., "shared": [...], "results": [...]}
+    {"schema": "headstream.report/1", "title": ..., "results": [...],
+     "shared": {"prompts": [...], "provenance": [...]}}
 
-Each result stands as `Result.to_json` writes it, except that prompts, which several results of a
-study have in common and which are most of their size, stand once in `shared`; a result's
-`details.prompts` then holds `{"shared": index}`.
+Each result stands as `Result.to_json` writes it, except for what several results of a study have
+in common and what is most of their size: prompts and provenance stand once in `shared`, and a
+result's `details.prompts` and `provenance` hold `{"shared": index}`.
 """
 
 from __future__ import annotations
@@ -53,14 +54,23 @@ def results_in(value: Any) -> list[Result]:
     shared = value["shared"]
     results = []
     for place, item in enumerate(value["results"], 1):
-        pointer = item["details"].get("prompts")
-        if isinstance(pointer, Mapping):
-            index = pointer.get("shared")
-            if not isinstance(index, int) or not 0 <= index < len(shared):
-                raise ResultError(f"result {place} of a report points to prompts that are missing")
-            item = {**item, "details": {**item["details"], "prompts": shared[index]}}
-        results.append(result_from_json(item, source=f"result {place} of a report"))
+        source = f"result {place} of a report"
+        whole = {**item, "provenance": _restored(item["provenance"], shared, "provenance", source)}
+        if "prompts" in item["details"]:
+            prompts = _restored(item["details"]["prompts"], shared, "prompts", source)
+            whole["details"] = {**item["details"], "prompts": prompts}
+        results.append(result_from_json(whole, source=source))
     return results
+
+
+def _restored(value: Any, shared: Mapping[str, list[Any]], kind: str, source: str) -> Any:
+    """What a pointer into `shared` points to; a value that is no pointer as it is."""
+    if not isinstance(value, Mapping) or set(value) != {"shared"}:
+        return value
+    index, known = value["shared"], shared.get(kind, [])
+    if not isinstance(index, int) or not 0 <= index < len(known):
+        raise ResultError(f"{source} points to {kind} that are missing")
+    return known[index]
 
 
 def script_json(value: Any) -> str:
@@ -75,16 +85,19 @@ def script_json(value: Any) -> str:
 
 
 def _packed(title: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    shared: list[Any] = []
-    texts: list[str] = []
+    shared: dict[str, list[Any]] = {"prompts": [], "provenance": []}
     packed = []
     for item in results:
         details = dict(item["details"])
         if details.get("prompts"):
-            text = dump_json(details["prompts"])
-            if text not in texts:
-                texts.append(text)
-                shared.append(details["prompts"])
-            details["prompts"] = {"shared": texts.index(text)}
-        packed.append({**item, "details": details})
+            details["prompts"] = _pointer(details["prompts"], shared["prompts"])
+        provenance = _pointer(item["provenance"], shared["provenance"])
+        packed.append({**item, "provenance": provenance, "details": details})
     return {"schema": SCHEMA, "title": title, "shared": shared, "results": packed}
+
+
+def _pointer(value: Any, known: list[Any]) -> dict[str, int]:
+    """Where `value` stands in `known`, to which it is added if it is new."""
+    if value not in known:
+        known.append(value)
+    return {"shared": known.index(value)}

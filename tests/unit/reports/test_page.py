@@ -220,9 +220,13 @@ def test_twin_holds_every_result_and_its_hash_is_shown(root, results) -> None:
     assert f"{len(twin.encode()):,} bytes" in button.text
 
 
-def test_prompts_that_results_share_stand_once(root, samples) -> None:
+def test_what_results_share_stands_once(root, samples) -> None:
     value = json.loads(root.by_id("headstream-result").text)
-    assert len(value["shared"]) == 1
+    assert {kind: len(items) for kind, items in value["shared"].items()} == {
+        "prompts": 1,
+        "provenance": 1,
+    }
+    assert all(item["provenance"] == {"shared": 0} for item in value["results"])
     pointers = [item["details"].get("prompts") for item in value["results"]]
     assert [p for p in pointers if p] == [{"shared": 0}] * 3
     other = samples.patching(prompts=[samples.prompt(new=" Ann")])
@@ -234,7 +238,11 @@ def test_prompts_that_results_share_stand_once(root, samples) -> None:
     ("change", "words"),
     [
         (lambda v: v.update(schema="headstream.report/2"), "schema is 'headstream.report/2'"),
-        (lambda v: v.update(shared=[]), "result 1 of a report points to prompts that are missing"),
+        (
+            lambda v: v["shared"].update(prompts=[]),
+            "result 1 of a report points to prompts that are missing",
+        ),
+        (lambda v: v.update(shared={}), "result 1 of a report points to provenance that are"),
         (lambda v: v["results"][0].update(kind="x"), "result 1 of a report is of unknown kind"),
     ],
 )
