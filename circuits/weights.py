@@ -21,7 +21,7 @@ gain first (`fold`): then x above is the normalised input, and what remains is i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,6 @@ from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.positions import rotary_tables, rotate
 
 if TYPE_CHECKING:
-    from headstream.models.block import Block
     from headstream.models.decoder import Decoder
 
 Space = Literal["vocab", "residual"]
@@ -72,7 +71,7 @@ def qk_circuit(
     config = model.config
     _require_head(config, layer, head)
     _require_space(space)
-    attn = cast("Block", model.blocks[layer]).attn
+    attn = model.blocks[layer].attn
     query = attn.W_Q[head].detach()
     key = attn.W_K[head // config.group_size].detach()
     if config.positions == "rotary":
@@ -111,7 +110,7 @@ def ov_circuit(model: Decoder, layer: int, head: int, *, space: str = "vocab") -
     config = model.config
     _require_head(config, layer, head)
     _require_space(space)
-    attn = cast("Block", model.blocks[layer]).attn
+    attn = model.blocks[layer].attn
     value = attn.W_V[head // config.group_size].detach()
     out = attn.W_O[head].detach()
     if space == "vocab":

@@ -80,7 +80,7 @@ def _each_write(
     if "hook_pos_embed" in acts:
         yield "pos_embed", acts["hook_pos_embed"].expand_as(embed)
     for layer in range(last + (stage != "pre")):
-        block = cast("Block", model.blocks[layer])
+        block = model.blocks[layer]
         yield from _attention_writes(block, layer, acts, visible)
         if block.has_mlp and not (layer == last and stage == "mid"):
             yield from _mlp_writes(block, layer, acts, per_neuron)

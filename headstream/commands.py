@@ -17,6 +17,7 @@ from headstream.models.zoo.registry import list_models, path_of
 
 if TYPE_CHECKING:
     from headstream.analyses.result import Result
+    from headstream.models.decoder import Decoder
 
 # Score -> column heading; 80 columns must hold them all beside the longest label.
 _SCORES = {
@@ -62,9 +63,8 @@ def models(options: Options, name: str | None) -> None:
 def heads(options: Options, model: str, sort: str) -> None:
     """Score every head of MODEL: what it attends to, beside what chance would give."""
     from headstream.analyses.studies.heads import heads as census_of
-    from headstream.models.store import load
 
-    result = census_of(load(model), seed=options.seed)
+    result = census_of(_load(model), seed=options.seed)
     data = result.data
     order = sorted(
         ((int(layer), int(head)) for layer in data["layer"] for head in data["head"]),
@@ -90,9 +90,8 @@ def heads(options: Options, model: str, sort: str) -> None:
 def audit(options: Options, model: str) -> int:
     """Check on MODEL what algebra says of every decoder; exit 1 if a check fails."""
     from headstream.analyses.claims.ledger import audit as run_audit
-    from headstream.models.store import load
 
-    result = run_audit(load(model), seed=options.seed)
+    result = run_audit(_load(model), seed=options.seed)
     rows = []
     for row in result.details["rows"]:
         if not row["applies"]:
@@ -204,9 +203,8 @@ def train(
 def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list[Result]:
     from headstream.analyses.patching.task import Task
     from headstream.analyses.standard import standard_study
-    from headstream.models.store import load
 
-    model = load(name)
+    model = _load(name)
     words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
     if pairs is not None:
         words += ["--pairs", Path(pairs).name]
@@ -218,6 +216,15 @@ def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list
         progress=options.progress,
         command=shlex.join([*words, "-o", "report.html"]),
     )
+
+
+def _load(name: str) -> Decoder:
+    from headstream.models.store import load
+    from headstream.models.threads import use_one_thread_if_small
+
+    model = load(name)
+    use_one_thread_if_small(model)
+    return model
 
 
 def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:
