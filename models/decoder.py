@@ -280,11 +280,13 @@ class Decoder(LensSurface):
     def _read_out(
         self, resid: Tensor, rows: Tensor, mask: Tensor | None, return_type: str | None
     ) -> Tensor | None:
-        logits = self.ln_final(resid) @ self.W_U
+        normalised = self.ln_final(resid)
+        if return_type is None:
+            # Hooks have seen everything; [batch, pos, d_vocab] may be more than all they saw.
+            return None
+        logits = normalised @ self.W_U
         if self.unembed.b_U is not None:
             logits = logits + self.unembed.b_U
-        if return_type is None:
-            return None
         if return_type == "logits":
             return logits
         return next_token_loss(logits, rows, mask, per_token=return_type == "loss_per_token")
