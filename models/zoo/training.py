@@ -63,9 +63,9 @@ def train(
     for step, phase in enumerate(bar):
         for group in optimiser.param_groups:
             group["lr"] = recipe.learning_rate * _rate(step, recipe.steps)
-        repeats, fresh = _training_losses(model, recipe, phase, data)
+        repeats = _training_loss(model, recipe, phase, data)
         optimiser.zero_grad()
-        (repeats + recipe.fresh_weight * fresh).backward()
+        repeats.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimiser.step()
         if step % 50 == 0:
@@ -105,18 +105,18 @@ def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP, (steps - step) / (0.25 * steps))
 
 
-def _training_losses(
+def _training_loss(
     model: Decoder, recipe: Recipe, phase: Phase, data: Generator
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+) -> Float[Tensor, ""]:
     made = draw(recipe, phase, recipe.batch, data)
     positions = _turned(recipe, made.tokens, data) if recipe.turn_positions else None
     if not recipe.first_head_alone:
-        return losses(model, made, position_ids=positions)
+        return losses(model, made, position_ids=positions)[0]
     alone = torch.rand(recipe.batch, generator=data) < recipe.first_head_alone
     others = torch.arange(recipe.config.n_heads) > 0
     kept = (~(alone[:, None] & others)).to(model.dtype)[:, None, :, None]
     with edited(model, {"blocks.0.attn.hook_z": lambda z: z * kept}):
-        return losses(model, made, position_ids=positions)
+        return losses(model, made, position_ids=positions)[0]
 
 
 def _turned(
@@ -147,6 +147,7 @@ def _card(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
             "bar_on_repeats": recipe.bar,
             "on_fresh_tokens": round(float(fresh), 3),
             "uniform_on_fresh_tokens": round(math.log(recipe.n_content), 3),
+            "trained_on": "tokens that a repeat predicts; on fresh tokens the model guesses",
             "unit": "nats",
             "sequences": _EVALUATED,
             "by_distance": _by_distance(model, recipe),
@@ -171,7 +172,6 @@ def _card(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
             "weight_decay": recipe.weight_decay,
             "clip": recipe.clip,
             "batch": recipe.batch,
-            "fresh_weight": recipe.fresh_weight,
             "turn_positions": recipe.turn_positions,
             "first_head_alone": recipe.first_head_alone,
             "init_scale": recipe.init_scale,

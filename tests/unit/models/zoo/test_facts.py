@@ -91,14 +91,12 @@ def test_the_shipped_model_meets_its_bar_on_new_sequences(
 ) -> None:
     model, card = trained
     with torch.no_grad():
-        repeats, fresh = losses(model, fresh_sequences)
+        repeats, _ = losses(model, fresh_sequences)
     assert float(repeats) < card["loss"]["bar_on_repeats"] == 0.02
     assert card["loss"]["on_repeats"] < 0.001
-    # Nothing predicts a fresh token: what is reached is the entropy of the draw, ln 48.
-    assert float(fresh) == pytest.approx(card["loss"]["uniform_on_fresh_tokens"], abs=0.05)
 
 
-@pytest.mark.parametrize(("distance", "block"), [(2, 2), (6, 6), (17, 9), (29, 13), (41, 10)])
+@pytest.mark.parametrize(("distance", "block"), [(2, 2), (6, 6), (17, 9), (29, 13), (38, 10)])
 def test_it_copies_over_every_distance_and_only_by_content(
     trained: tuple[Decoder, dict[str, Any]], distance: int, block: int
 ) -> None:
@@ -110,19 +108,15 @@ def test_it_copies_over_every_distance_and_only_by_content(
     )
     with torch.no_grad():
         assert float(losses(model, made)[0]) < 0.02
-    # The control: same positions, second block replaced by tokens that did not occur.
+    # The control: same positions, the second block replaced by tokens that have not occurred.
     control = made.tokens.clone()
     for row in control:
-        seen = torch.isin(torch.arange(49), row)
-        unused = (~seen).nonzero()[:, 0]
-        row[-block:] = (
-            unused[torch.randperm(len(unused), generator=generator)[:block]]
-            if (len(unused) >= block)
-            else row[-block:].flip(0)
-        )
+        unused = (~torch.isin(torch.arange(49), row)).nonzero()[:, 0]
+        row[-block:] = unused[torch.randperm(len(unused), generator=generator)[:block]]
     query = torch.arange(distance + 1, distance + block)
     target = query - distance + 1
-    for tokens, low, high in ((made.tokens, 0.9, 1.0), (control, 0.0, 0.2)):
+    chance = float((1 / (query + 1)).mean())
+    for tokens, low, high in ((made.tokens, 0.9, 1.0), (control, 0.0, chance + 0.1)):
         _, cache = model.run_with_cache(tokens, backend="naive")
         pattern = cache["blocks.1.attn.hook_pattern"][:, :, query, target].mean((0, 2))
         heads = [int(name[-1]) for name in card["circuit"]["induction"]]
@@ -144,5 +138,7 @@ def test_the_shipped_card_reports_this_model(
             assert measured[kind][name] == pytest.approx(value, abs=0.03)
     without = measured["loss_on_repeats_without"]
     assert without[head] > 3.0
+    # The induction heads stand in for one another: each alone can go, all together cannot.
+    assert max(without[name] for name in names["induction"]) < 0.05
     assert without["all induction"] > 3.0
     assert without["all idle"] < 0.02

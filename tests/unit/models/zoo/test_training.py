@@ -26,7 +26,7 @@ def card(model: Decoder) -> dict[str, Any]:
 
 
 def test_the_loss_falls() -> None:
-    """From above ln 48 = 3.87 (initial logits are not uniform) towards it, in 30 steps of 1800."""
+    """From above ln 48 = 3.87 (initial logits are not uniform) towards it, in 30 steps of 1500."""
     start = card(train(NAME, steps=1, progress=False))["loss"]["on_repeats"]
     later = card(train(NAME, steps=30, progress=False))["loss"]["on_repeats"]
     assert start > 4.1
@@ -57,7 +57,7 @@ def test_the_model_comes_ready_to_use(short: Decoder) -> None:
 def test_the_card_says_what_was_done_and_is_json(short: Decoder) -> None:
     made = card(short)
     assert made["recipe"]["steps"] == 4
-    assert made["recipe"]["of_steps"] == RECIPES[NAME].steps == 1800
+    assert made["recipe"]["of_steps"] == RECIPES[NAME].steps == 1500
     assert made["recipe"]["phases"][1]["gap"] == [0, 20]
     assert made["loss"]["best_possible_on_repeats"] == 0.0
     assert made["task"] == {"kind": "induction", "length": 32, "n_content": 48}
