@@ -73,6 +73,35 @@ def attend_flash(
     return attend_blocks(q, k, v, scale=scale, key_mask=key_mask, block_size=block_size)
 
 
+def attend_past(
+    q: Float[Tensor, "batch query_pos head d_head"],
+    k: Float[Tensor, "batch key_pos kv_head d_head"],
+    v: Float[Tensor, "batch key_pos kv_head d_value"],
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
+    """Attention to keys that all stand before every query: no causal mask.
+
+    Merged with the attention to the remaining keys (`attend_blocks.merge`) it is the whole row.
+    Arguments and results as in `attend_flash`, by the fused kernel alone: lse carries no gradient.
+
+    Raises:
+        ShapeError: if heads do not divide or the mask does not fit.
+        BackendError: where the fused kernel cannot do it.
+    """
+    check_heads(q[:, :0], k)
+    check_mask(k, key_mask)
+    # Every query reads what one query after all of the keys would read.
+    refusal = why_not_fused(q[:, :1], k, v, key_mask=key_mask)
+    if refusal is not None:
+        raise BackendError(
+            f"the fused kernel cannot do this: {refusal}", hint="use attend_flash on all keys"
+        )
+    z, lse = _kernel(q, k, v, scale=scale, key_mask=key_mask, causal=False)
+    return z.to(v.dtype), lse
+
+
 def why_not_fused(
     q: Float[Tensor, "batch query_pos head d_head"],
     k: Float[Tensor, "batch key_pos kv_head d_head"],

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headstream.models.attend_blocks import attend_blocks, blocks_of, merge, visible_blocks
-from headstream.models.attend_flash import attend_flash, why_not_fused
+from headstream.models.attend_flash import attend_flash, attend_past, why_not_fused
 from headstream.models.attend_naive import attend_naive
 from headstream.models.errors import BackendError, ShapeError
 
@@ -284,6 +284,35 @@ def test_the_block_loop_does_not_keep_the_matrix_for_its_gradient():
         (z.sum() + lse.sum()).backward()
     assert 0 < sum(kept) <= 8 * q.numel()  # q, k, v, z, lse: a few times the input
     assert largest.numel <= 2**20 < n * n
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_row_is_its_past_merged_with_the_rest(padded):
+    q, k, v = random_qkv(key_pos=5)
+    mask = torch.tensor([[False, False, True, True, True], [True] * 5]) if padded else None
+    masks = (None, None) if mask is None else (mask[:, :2], mask[:, 2:])
+    z, lse = merge(
+        *attend_past(q[:, 2:], k[:, :2], v[:, :2], scale=0.4, key_mask=masks[0]),
+        *attend_flash(q[:, 2:], k[:, 2:], v[:, 2:], scale=0.4, key_mask=masks[1]),
+    )
+    whole_z, whole_lse = attend_naive(q, k, v, scale=0.4, key_mask=mask)
+    assert torch.allclose(z, whole_z[:, 2:], atol=1e-6)
+    assert torch.allclose(lse, whole_lse[..., 2:], atol=1e-6)
+
+
+def test_a_past_that_may_not_be_read_is_empty():
+    q, k, v = random_qkv(batch=1, query_pos=3, key_pos=2)
+    z, lse = attend_past(q, k, v, scale=0.4, key_mask=torch.tensor([[False, False]]))
+    assert (z == 0).all()
+    assert torch.isneginf(lse).all()
+
+
+def test_what_the_past_refuses():
+    q, k, v = random_qkv(query_pos=3, key_pos=2, grad=True)
+    with pytest.raises(BackendError, match=r"a row may read no key.*use attend_flash on all keys"):
+        attend_past(q, k, v, scale=0.4, key_mask=torch.zeros(2, 2, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="4 query heads cannot share 3 key/value heads"):
+        attend_past(q, k[:, :, :1].expand(-1, -1, 3, -1), v, scale=0.4)
 
 
 def test_a_large_batch_gets_smaller_tiles():
