@@ -30,6 +30,8 @@ from headstream.models.names import head_name
 if TYPE_CHECKING:
     import pandas as pd
 
+# Sites that the summary names before it says how many more there are.
+_NAMED = 8
 _NUMBERS = ["No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten"]
 
 
@@ -161,9 +163,9 @@ class PatchingResult(Result):
                     moved[_verb(self.details, sign, many=len(cells) > 1)] = cells
         parts = []
         for verb, cells in moved.items():
-            shown = [cell.worded(refused, metric["unit"]) for cell in cells[:4]]
-            if len(cells) > 4:
-                shown.append(f"{len(cells) - 4} more")
+            shown = [cell.worded(refused, metric["unit"]) for cell in cells[:_NAMED]]
+            if len(cells) > _NAMED:
+                shown.append(f"{len(cells) - _NAMED} more")
             parts.append(f"{_count(len(cells), nouns)} {verb}: {', '.join(shown)}")
         text = "; ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])])
         return f"{text} (n = {n})"

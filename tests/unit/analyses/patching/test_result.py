@@ -141,22 +141,24 @@ class TestSummary:
         assert repr(result()).startswith("<patching: One head restores")
 
     def test_many_are_cut_short(self) -> None:
-        values = np.array([[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]])
+        values = np.array([[1.0, 0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.2, 0.1]])
         dims, both = ("layer", "pos"), ("layer", "pos", "example")
         data = xr.Dataset(
             dict.fromkeys(("mean", "low", "high", "normalized", "normalized_low"), (dims, values))
             | {
                 "normalized_high": (dims, values + 0.1),
                 "effects": (both, np.repeat(values[..., None], 6, -1)),
-                "p_value": (dims, np.full((2, 3), 0.01)),
-                "unrelated": (dims, np.zeros((2, 3))),
+                "p_value": (dims, np.full((2, 5), 0.01)),
+                "unrelated": (dims, np.zeros((2, 5))),
             },
-            coords={"layer": [0, 1], "pos": [4, 5, 6]},
+            coords={"layer": [0, 1], "pos": [4, 5, 6, 7, 8]},
         )
         assert result(data, site="resid_pre").summary() == (
-            "Six sites restore the answer: L0@4 (+1.00 [1.00, 1.10] of the gap), "
+            "Ten sites restore the answer: L0@4 (+1.00 [1.00, 1.10] of the gap), "
             "L0@5 (+0.90 [0.90, 1.00] of the gap), L0@6 (+0.80 [0.80, 0.90] of the gap), "
-            "L1@4 (+0.70 [0.70, 0.80] of the gap), 2 more (n = 6)"
+            "L0@7 (+0.70 [0.70, 0.80] of the gap), L0@8 (+0.60 [0.60, 0.70] of the gap), "
+            "L1@4 (+0.50 [0.50, 0.60] of the gap), L1@5 (+0.40 [0.40, 0.50] of the gap), "
+            "L1@6 (+0.30 [0.30, 0.40] of the gap), 2 more (n = 6)"
         )
 
     def test_none(self) -> None:
