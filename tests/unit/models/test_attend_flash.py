@@ -312,7 +312,7 @@ def test_what_the_past_refuses():
     with pytest.raises(BackendError, match=r"a row may read no key.*use attend_flash on all keys"):
         attend_past(q, k, v, scale=0.4, key_mask=torch.zeros(2, 2, dtype=torch.bool))
     with pytest.raises(ShapeError, match="4 query heads cannot share 3 key/value heads"):
-        attend_past(q, k[:, :, :1].expand(-1, -1, 3, -1), v, scale=0.4)
+        attend_past(q, *(x[:, :, :1].expand(-1, -1, 3, -1) for x in (k, v)), scale=0.4)
 
 
 def test_a_large_batch_gets_smaller_tiles():
