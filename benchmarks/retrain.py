@@ -5,7 +5,7 @@
     python benchmarks/retrain.py constructed-induction --write
 
 Models written by hand must come out bit for bit; trained ones must meet the bar of their recipe
-(bits depend on machine and number of threads; whether they agree is printed). `--write` replaces
+(bits depend on the kind of machine; whether they agree is printed). `--write` replaces
 the shipped checkpoint. Exits 1 if a model misses.
 """
 

@@ -1,12 +1,15 @@
 """Run a recipe: the trained model and its card.
 
-The same seed gives the same weights on one machine with one number of threads.
+Training runs on one thread: products this small gain nothing from more, and the same seed then
+gives the same weights however many cores there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +53,38 @@ def train(
     if steps is not None and (isinstance(steps, bool) or steps < 1):
         raise ConfigError(f"steps must be a whole number >= 1, got {steps!r}")
     total = min(recipe.steps, steps or recipe.steps)
+    with _one_thread():
+        model = _run(recipe, total, progress)
+        model.name = recipe.name
+        model.vocab = ["<bos>", *(f"t{token:02}" for token in range(1, recipe.config.d_vocab))]
+        model.card = _card(model, recipe, total)
+    return model
+
+
+def draw(recipe: Recipe, phase: Phase, batch: int, generator: Generator) -> RepeatedBlocks:
+    """`batch` sequences of the kind that `phase` trains on."""
+    return repeated_blocks(
+        batch,
+        recipe.config.n_ctx,
+        recipe.n_content,
+        generator=generator,
+        block=phase.block,
+        gap=phase.gap,
+        lead=phase.lead,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(recipe: Recipe, total: int, progress: bool) -> Decoder:
     model = _start(recipe).train()
     optimiser = torch.optim.AdamW(
         model.parameters(),
@@ -71,24 +106,7 @@ def train(
         if step % 50 == 0:
             bar.set_postfix(loss_on_repeats=f"{repeats.item():.3f}")
     model.zero_grad()
-    model.eval()
-    model.name = recipe.name
-    model.vocab = ["<bos>", *(f"t{token:02}" for token in range(1, recipe.config.d_vocab))]
-    model.card = _card(model, recipe, total)
-    return model
-
-
-def draw(recipe: Recipe, phase: Phase, batch: int, generator: Generator) -> RepeatedBlocks:
-    """`batch` sequences of the kind that `phase` trains on."""
-    return repeated_blocks(
-        batch,
-        recipe.config.n_ctx,
-        recipe.n_content,
-        generator=generator,
-        block=phase.block,
-        gap=phase.gap,
-        lead=phase.lead,
-    )
+    return model.eval()
 
 
 def _start(recipe: Recipe) -> Decoder:

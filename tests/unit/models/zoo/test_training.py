@@ -44,6 +44,20 @@ def test_one_seed_one_model_and_another_seed_another(short: Decoder) -> None:
     assert card(other)["recipe"]["seed"] == 1
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_number_of_threads_changes_nothing_and_is_put_back(
+    short: Decoder, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_card", lambda *_: {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert train(NAME, steps=4, progress=False).weights_sha256() == short.weights_sha256()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_model_comes_ready_to_use(short: Decoder) -> None:
     assert not short.training
     assert short.name == NAME
