@@ -135,7 +135,8 @@ def _write(model: Decoder, folder: Path, name: str) -> None:
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in _state(model).items()
     }
-    safetensors.torch.save_file(weights, folder / "weights.safetensors")
+    # Through bytes: save_file makes a file that only its owner may read, whatever the umask.
+    (folder / "weights.safetensors").write_bytes(safetensors.torch.save(weights))
     (folder / "config.json").write_text(model.config.to_json() + "\n", encoding="utf-8")
     card = {"name": name} | (model.card or {})
     if model.name != "unnamed":

@@ -232,7 +232,8 @@ def broken(*arguments: Any, **options: Any) -> None:
 
 
 STEPS = {
-    "weights": (safetensors.torch, "save_file"),
+    "weights": (safetensors.torch, "save"),
+    "bytes": (Path, "write_bytes"),
     "card": (json, "dumps"),
     "hash": (Decoder, "weights_sha256"),
     "text": (Path, "write_text"),
@@ -354,3 +355,10 @@ def test_loading_needs_no_pickle(saved: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(f"pickle.{name}", broken)
     load(saved)
+
+
+def test_every_file_has_the_permissions_of_the_umask(saved: Path) -> None:
+    modes = {(saved / name).stat().st_mode for name in FILES}
+    plain = saved.parent / "plain"
+    plain.write_text("")
+    assert modes == {plain.stat().st_mode}
