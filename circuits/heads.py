@@ -193,7 +193,7 @@ def score_heads(
     per_distance = {name: np.stack([run[0][name] for run in runs]) for name in runs[0][0]}
     chance = {name: float(np.mean([run[1][name] for run in runs])) for name in runs[0][1]}
     copying = copying_score(model, top=(), seed=seed)
-    data = _assemble(per_distance, chance, copying, plan.distances, seed)
+    data = assemble_census(per_distance, chance, copying, plan.distances, seed)
     notes = (
         *plan.notes,
         "of random heads of this shape 95% have a copying score between "
@@ -242,7 +242,7 @@ def _masses(
     return {name: np.concatenate(part) for name, part in parts.items()}
 
 
-def _assemble(
+def assemble_census(
     per_distance: Mapping[str, Array],
     chance: dict[str, float],
     copying: xr.Dataset,

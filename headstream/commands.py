@@ -59,12 +59,23 @@ def models(options: Options, name: str | None) -> None:
     show_default=True,
     help="Score that decides the order.",
 )
+@click.option(
+    "--length",
+    type=int,
+    metavar="N",
+    help="Sequences of N tokens, up to the model's n_ctx: no n x n matrix is formed.",
+)
 @common
-def heads(options: Options, model: str, sort: str) -> None:
+def heads(options: Options, model: str, sort: str, length: int | None) -> None:
     """Score every head of MODEL: what it attends to, beside what chance would give."""
     from headstream.analyses.studies.heads import heads as census_of
+    from headstream.analyses.studies.heads import long_heads
 
-    result = census_of(_load(model), seed=options.seed)
+    result = (
+        census_of(_load(model), seed=options.seed)
+        if length is None
+        else long_heads(_load(model), length=length, seed=options.seed, progress=options.progress)
+    )
     data = result.data
     order = sorted(
         ((int(layer), int(head)) for layer in data["layer"] for head in data["head"]),
@@ -81,7 +92,8 @@ def heads(options: Options, model: str, sort: str) -> None:
         f"{result.details['n']} random sequences, seed {options.seed}; MEASURED: a pattern is not "
         "an effect"
     )
-    answer(result.to_json(), f"{text}\n{note}", as_json=options.as_json)
+    notes = [note, *(result.details["notes"] if length is not None else [])]
+    answer(result.to_json(), "\n".join([text, *notes]), as_json=options.as_json)
 
 
 @cli.command()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headstream.analyses.evidence import Claim, measured, unknown
 from headstream.analyses.kinds import HeadsResult
 from headstream.analyses.result import Provenance
 from headstream.circuits.heads import HeadCensus, score_heads
+from headstream.circuits.long_census import long_census
 from headstream.models.decoder import Decoder
 from headstream.models.names import head_name
 
@@ -32,6 +34,23 @@ def heads(model: Decoder, *, seed: int = 0, **options: Any) -> HeadsResult:
         options: as for `circuits.heads.score_heads`.
     """
     return heads_result(model, score_heads(model, seed=seed, **options), seed=seed)
+
+
+def long_heads(
+    model: Decoder,
+    *,
+    length: int,
+    n: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> HeadsResult:
+    """The census on sequences of `length` tokens, in memory that grows as `length` does.
+
+    Args, Raises: as for `circuits.long_census.long_census`.
+    """
+    census = long_census(model, length=length, n=n, seed=seed, progress=progress)
+    result = heads_result(model, census, seed=seed)
+    return replace(result, title=f"Head census of {model.name} at {length} tokens")
 
 
 def heads_result(model: Decoder, census: HeadCensus, *, seed: int) -> HeadsResult:

@@ -218,3 +218,15 @@ def test_load_gives_what_the_cli_reads(folder: Path) -> None:
     model = load(folder)
     assert model.name == "tiny"
     assert model(torch.tensor([[0, 1, 2]])).shape == (1, 3, 30)
+
+
+def test_heads_at_a_length(capsys: Captured) -> None:
+    assert run(["heads", "constructed-induction", "--length", "48", "-q"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[1].startswith("L1H2")
+    assert lines[1].endswith("induction pattern")
+    assert "47 tokens are drawn from 32" in printed.out
+    assert printed.err == ""
+    assert run(["heads", "constructed-induction", "--length", "49"]) == 3
+    assert "more than the n_ctx=48 positions" in capsys.readouterr().err
