@@ -1,15 +1,21 @@
 """The kinds of result beside patching: what their arrays are called, and the sentence they say.
 
-    heads          value, low, high   (score, layer, head)   chance (score)   label (layer, head)
-                   induction_by_distance, control_by_distance (distance, layer, head)
-    decomposition  attribution (component, example)   mean, low, high (component)   total (example)
-    audit          one claim a row; nothing else
+heads          value, low, high   (score, layer, head)   chance (score)   label (layer, head)
+               induction_by_distance, control_by_distance (distance, layer, head)
+decomposition  attribution (component, example)   mean, low, high (component)   total (example)
+audit          one claim a row; nothing else
+sinks          sink_mass (and _low, _high), sink_rate, value_drain, written_drain (layer, head)
+               mass_by_position (layer, head, position)   peak (layer)
+               effect (and _low, _high, _p, _control, _causal) (cut, layer, head)
+               together (likewise) (cut)   effects, together_effects (..., example)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
 
 from headstream.analyses.evidence import Evidence
 from headstream.analyses.result import Result
@@ -66,3 +72,50 @@ class AuditResult(Result):
         checked = [c for c in self.claims if c.evidence in (Evidence.PROVEN, Evidence.FAILED)]
         passed = sum(claim.evidence is Evidence.PROVEN for claim in checked)
         return f"{passed} of {len(checked)} checks passed"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SinksResult(Result):
+    """Attention sinks: how much of a head rests on the first token, and what cutting it moves."""
+
+    kind: ClassVar[str] = "sinks"
+
+    @property
+    def resting(self) -> list[tuple[int, int]]:
+        """Heads whose mass on the first token stands clear of chance, most first."""
+        least = self.details["chance"] + self.details["margin"]
+        low, mass = self.data["sink_mass_low"], self.data["sink_mass"]
+        # One sequence has no interval; its value must do.
+        clear = np.argwhere(np.where(np.isfinite(low), low, mass) >= least).tolist()
+        return sorted(
+            ((int(layer), int(head)) for layer, head in clear),
+            key=lambda at: -float(mass[at]),
+        )
+
+    def summary(self) -> str:
+        mass, details = self.data["sink_mass"], self.details
+        n, resting = details["n"], self.resting
+        if not resting:
+            top = np.unravel_index(int(np.nanargmax(mass.values)), mass.shape)
+            name = head_name(int(top[0]), int(top[1]))
+            words = (
+                f"no head of {mass.size} rests on the first token: the largest mass is "
+                f"{float(mass[top]):.2f} ({name}), chance {details['chance']:.2f}"
+            )
+        else:
+            shown = ", ".join(f"{head_name(*at)} {float(mass[at]):.2f}" for at in resting[:4])
+            more = f" and {len(resting) - 4} more" if len(resting) > 4 else ""
+            words = (
+                f"{len(resting)} of {mass.size} heads rest on the first token: {shown}{more} of "
+                f"their attention, chance {details['chance']:.2f}"
+            )
+        moved = np.argwhere(self.data["effect_causal"].any("cut").values).tolist()
+        names = ", ".join(head_name(*at) for at in moved[:4])
+        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
+        cut = (
+            f"cutting it moves the loss: {names}{more}"
+            if moved
+            else "no cut of a head moves the loss"
+        )
+        rate = f"sink rate {details['rate']:.1f}% at eps = {details['eps']:g}, T = {details['T']}"
+        return f"{words}; {rate}; {cut} (n = {n})"

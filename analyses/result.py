@@ -38,6 +38,7 @@ _KINDS = {
     "heads": "headstream.analyses.kinds:HeadsResult",
     "decomposition": "headstream.analyses.kinds:DecompositionResult",
     "audit": "headstream.analyses.kinds:AuditResult",
+    "sinks": "headstream.analyses.kinds:SinksResult",
 }
 
 
@@ -183,9 +184,7 @@ def result_from_json(value: Any, *, source: str = "the value") -> Result:
         )
     kind = value.get("kind")
     if kind not in _KINDS:
-        raise ResultError(
-            f"{source} is of unknown kind {kind!r}", hint=nearest(str(kind), _KINDS)
-        )
+        raise ResultError(f"{source} is of unknown kind {kind!r}", hint=nearest(str(kind), _KINDS))
     module, name = _KINDS[kind].split(":")
     reader: Callable[[Any], Result] = getattr(importlib.import_module(module), name).from_json
     try:

@@ -264,28 +264,35 @@ def failed_conditions(
     unit: str,
     self_patch_held: bool = True,
     alpha: float = ALPHA,
+    examples: str = "pairs",
+    control: str = "values of an unrelated prompt do as much",
 ) -> list[str]:
     """The conditions of the label CAUSAL that one cell fails, in words; empty means CAUSAL.
 
     The rule: sign-flip p with the maximum over the grid <= alpha, n >= 6, and a mean effect larger
     than the unrelated-prompt control's in the same direction; and the self-patch control held.
+
+    Args:
+        unrelated: the control's mean effect.
+        examples, control: words for what is counted and for a control that does as much; studies
+            with another control give their own.
     """
     failed = []
     if not self_patch_held:
         failed.append("the self-patch control failed, so no effect of this sweep can be trusted")
     if n < MIN_PAIRS:
-        failed.append(f"n = {n}, and at least {MIN_PAIRS} pairs are needed; more would settle it")
+        failed.append(
+            f"n = {n}, and at least {MIN_PAIRS} {examples} are needed; more would settle it"
+        )
     elif not np.isfinite(p_value):
         failed.append("its effects are zero to rounding")
     elif p_value > alpha:
         failed.append(
             f"p = {p_value:.2g} with the maximum over the grid is above {alpha}; "
-            "more pairs would settle it"
+            f"more {examples} would settle it"
         )
     if n >= MIN_PAIRS and not np.isfinite(unrelated):
         failed.append("no other pair of equal length to take unrelated values from")
     elif np.isfinite(unrelated) and not np.sign(mean) * (mean - unrelated) > 0:
-        failed.append(
-            f"values of an unrelated prompt do as much: {unrelated:+.2f} {unit} against {mean:+.2f}"
-        )
+        failed.append(f"{control}: {unrelated:+.2f} {unit} against {mean:+.2f}")
     return failed
