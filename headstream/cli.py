@@ -114,4 +114,3 @@ def run(arguments: Sequence[str]) -> int:
             raise
         complain(error.message, error.hint, type(error).__name__, as_json=as_json)
         return 3
-

@@ -14,7 +14,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_ten_lines_of_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.split("## Ten lines of Python")[1], re.S)[:1]
+    section = README.split("## Ten lines of Python")[1]
+    code = re.findall(r"```python\n(.*?)```", section, re.S)[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
