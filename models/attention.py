@@ -22,9 +22,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from headstream.models.attend_edited import EditedAttention
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import masked_scores, pattern_of, row_lse, weigh
 from headstream.models.config import DecoderConfig
+from headstream.models.edits import EdgeCut, FrozenPattern
 from headstream.models.errors import BackendError
 from headstream.models.hook_point import HookPoint
 from headstream.models.kv_cache import KVCache
@@ -56,7 +58,12 @@ class PassContext:
 
 class Attention(nn.Module):
     """One layer's heads. Weights: `W_Q` [head, d_model, d_head], `W_K W_V` [kv_head, d_model,
-    d_head], `W_O` [head, d_head, d_model], `b_Q b_K b_V` [head, d_head], `b_O` [d_model]."""
+    d_head], `W_O` [head, d_head, d_model], `b_Q b_K b_V` [head, d_head], `b_O` [d_model].
+
+    Attributes:
+        edits: edges cut and patterns held, on every backend; empty unless
+            `headstream.circuits.interventions` put them there.
+    """
 
     b_Q: nn.Parameter | None
     b_K: nn.Parameter | None
@@ -67,6 +74,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.scale = config.scale
+        self.edits: list[EdgeCut | FrozenPattern] = []
         heads, kv_heads = config.n_heads, config.kv_heads
         d_model, d_head = config.d_model, config.d_head
         self.W_Q = nn.Parameter(torch.empty(heads, d_model, d_head))
@@ -111,23 +119,43 @@ class Attention(nn.Module):
         return self._project_out(z)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: PassContext) -> Tensor:
+        edited = self._edited(q, k, context) if self.edits else None
         if self._runs_naive(q, k, context):
-            scores = masked_scores(q, k, scale=self.scale, key_mask=context.key_mask)
+            if edited is None:
+                scores = masked_scores(q, k, scale=self.scale, key_mask=context.key_mask)
+            else:
+                scores = edited.scores()
             scores = self.hook_attn_scores(scores)
             lse = self.hook_lse(row_lse(scores))
-            pattern = self.hook_pattern(pattern_of(scores, lse))
-            return weigh(pattern, v)
-        z, lse = attend_flash(
-            q,
-            k,
-            v,
-            scale=self.scale,
-            key_mask=context.key_mask,
-            # The fused kernel's log-sum-exp carries no gradient; who listens may want one.
-            need_lse_grad=torch.is_grad_enabled() and self.hook_lse.wanted,
-        )
+            pattern = pattern_of(scores, lse)
+            if edited is not None:
+                pattern = edited.zero(pattern)
+            return weigh(self.hook_pattern(pattern), v)
+        # The fused kernel's log-sum-exp carries no gradient; who listens may want one.
+        need_lse_grad = torch.is_grad_enabled() and self.hook_lse.wanted
+        if edited is None:
+            z, lse = attend_flash(
+                q,
+                k,
+                v,
+                scale=self.scale,
+                key_mask=context.key_mask,
+                need_lse_grad=need_lse_grad,
+            )
+        else:
+            z, lse = edited.flash(v, need_lse_grad=need_lse_grad)
         self.hook_lse(lse)
         return z
+
+    def _edited(self, q: Tensor, k: Tensor, context: PassContext) -> EditedAttention:
+        return EditedAttention(
+            self.edits,
+            q,
+            k,
+            scale=self.scale,
+            key_mask=context.key_mask,
+            cached=context.kv_cache is not None,
+        )
 
     def _runs_naive(self, q: Tensor, k: Tensor, context: PassContext) -> bool:
         square = (self.hook_attn_scores, self.hook_pattern)
