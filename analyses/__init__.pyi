@@ -4,6 +4,7 @@ from .evidence import Evidence as Evidence
 from .kinds import AuditResult as AuditResult
 from .kinds import DecompositionResult as DecompositionResult
 from .kinds import HeadsResult as HeadsResult
+from .kinds import SinksResult as SinksResult
 from .patching.patch import patch as patch
 from .patching.result import PatchingResult as PatchingResult
 from .patching.task import Task as Task
@@ -12,4 +13,6 @@ from .result import Result as Result
 from .result import load_result as load_result
 from .standard import standard_study as standard_study
 from .studies.heads import heads as heads
+from .studies.heads import long_heads as long_heads
+from .studies.sinks import sinks as sinks
 from .studies.writes import direct_writes as direct_writes

@@ -186,7 +186,7 @@ def repeat_block(
     return repeated
 
 
-def long_census(
+def score_long_heads(
     model: Decoder,
     *,
     length: int,

@@ -100,6 +100,7 @@ def limits(study: Study, broken: list[Section]) -> Section:
     items = [
         *_broken(broken),
         *_missing(study),
+        *_left_out(study),
         *_sizes(study),
         *_warnings(study),
         (
@@ -124,7 +125,9 @@ def _broken(broken: list[Section]) -> list[tuple[str, str]]:
 def _missing(study: Study) -> list[tuple[str, str]]:
     items = []
     patchings = study.of_kind("patching")
-    if not patchings:
+    if not patchings and study.of_kind("sinks"):
+        items.append(("No patching.", "Only edges to the first token were cut."))
+    elif not patchings:
         items.append(("No intervention.", "Nothing was patched, so nothing here is about cause."))
     elif all(item.restores for item in patchings):
         items.append(
@@ -158,6 +161,12 @@ def _missing(study: Study) -> list[tuple[str, str]]:
         if not study.of_kind(kind):
             items.append((lead, text))
     return items
+
+
+def _left_out(study: Study) -> list[tuple[str, str]]:
+    """What a study of several sections could not run, each reason once."""
+    reasons = [str(why) for item in study.items for why in item.details.get("left_out") or []]
+    return [("Left out.", formats.sentence(why)) for why in dict.fromkeys(reasons)]
 
 
 def _sizes(study: Study) -> list[tuple[str, str]]:

@@ -88,10 +88,11 @@ def _finding(study: Study) -> list[str]:
     shown = (headed or list(patchings))[:2]
     sentences = [formats.summary(item.result.summary()) for item in shown]
     if not patchings:
-        sentences.append("No intervention was run: nothing on this page is about cause.")
+        if not study.of_kind("sinks"):
+            sentences.append("No intervention was run: nothing on this page is about cause.")
         sentences += [
             formats.summary(item.result.summary())
-            for kind in ("heads", "decomposition")
+            for kind in ("sinks", "heads", "decomposition")
             for item in study.of_kind(kind)[:1]
         ]
     return sentences

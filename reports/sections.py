@@ -11,6 +11,7 @@ from headstream.reports.closing import audit, limits
 from headstream.reports.effects import effects
 from headstream.reports.opening import claims, model
 from headstream.reports.prompts import prompts
+from headstream.reports.sinks import sinks
 from headstream.reports.study import Study
 from headstream.reports.tokens import cut
 from headstream.reports.writes import writes
@@ -27,6 +28,7 @@ BUILDERS: tuple[tuple[str, str, Builder], ...] = (
     ("metric", "Metric and baselines", baselines),
     ("effects", "Where a change moves the answer", effects),
     ("heads", "What each head looks at", census),
+    ("sinks", "What rests on the first token", sinks),
     ("writes", "Who writes the answer", writes),
     ("audit", "Checks of the arithmetic", audit),
 )

@@ -9,7 +9,7 @@ from headstream.analyses.evidence import Claim, measured, unknown
 from headstream.analyses.kinds import HeadsResult
 from headstream.analyses.result import Provenance
 from headstream.circuits.heads import HeadCensus, score_heads
-from headstream.circuits.long_census import long_census
+from headstream.circuits.long_census import score_long_heads
 from headstream.models.decoder import Decoder
 from headstream.models.names import head_name
 
@@ -46,9 +46,9 @@ def long_heads(
 ) -> HeadsResult:
     """The census on sequences of `length` tokens, in memory that grows as `length` does.
 
-    Args, Raises: as for `circuits.long_census.long_census`.
+    Args, Raises: as for `circuits.long_census.score_long_heads`.
     """
-    census = long_census(model, length=length, n=n, seed=seed, progress=progress)
+    census = score_long_heads(model, length=length, n=n, seed=seed, progress=progress)
     result = heads_result(model, census, seed=seed)
     return replace(result, title=f"Head census of {model.name} at {length} tokens")
 

@@ -23,6 +23,17 @@ def test_ten_lines_of_python_run(
     assert (tmp_path / "mine.html").stat().st_size > 1_000_000
 
 
+def test_every_other_block_of_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)[1:]
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert "head" in capsys.readouterr().out
+
+
 def test_what_the_readme_shows_is_there() -> None:
     for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
         assert (ROOT / path).exists(), path

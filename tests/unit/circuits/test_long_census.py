@@ -10,7 +10,7 @@ import torch
 
 from headstream.circuits import long_census as module
 from headstream.circuits.heads import SCORES
-from headstream.circuits.long_census import BlockCopies, draw_long, long_census, plan_long
+from headstream.circuits.long_census import BlockCopies, draw_long, plan_long, score_long_heads
 from headstream.circuits.measure import measure_attention
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
@@ -23,7 +23,7 @@ CONFIG = DecoderConfig(
 
 
 def test_the_constructed_circuit_is_found_whole_and_alone() -> None:
-    census = long_census(constructed_induction(), length=33, n=8)
+    census = score_long_heads(constructed_induction(), length=33, n=8)
     assert census.found("induction pattern") == ["L1H2"]
     assert census.found("previous-token") == ["L0H1"]
     assert (census.data["label"] == "none").sum() == 6
@@ -35,7 +35,7 @@ def test_the_constructed_circuit_is_found_whole_and_alone() -> None:
 
 
 def test_it_is_found_beyond_the_vocabulary_too() -> None:
-    census = long_census(constructed_induction(), length=48, n=8)
+    census = score_long_heads(constructed_induction(), length=48, n=8)
     assert census.found("induction pattern") == ["L1H2"]
     assert any("47 tokens are drawn from 32" in note for note in census.notes)
 
@@ -44,8 +44,8 @@ def test_it_is_found_beyond_the_vocabulary_too() -> None:
 def test_equal_to_the_materialised_definition(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PRODUCTS", 64)
     model = Decoder(replace(CONFIG, positions="rotary"), seed=1, dtype=torch.float64)
-    flash = long_census(model, length=length, n=3).data
-    naive = long_census(model, length=length, n=3, backend="naive").data
+    flash = score_long_heads(model, length=length, n=3).data
+    naive = score_long_heads(model, length=length, n=3, backend="naive").data
     for name in ("value", "control_by_distance", "duplicate_control_by_distance"):
         np.testing.assert_allclose(flash[name], naive[name], atol=1e-12)
     np.testing.assert_array_equal(flash["chance"], naive["chance"])
@@ -57,7 +57,7 @@ def test_chance_is_what_uniform_attention_scores() -> None:
     with torch.no_grad():
         for block in model.blocks:
             block.attn.W_Q.zero_()
-    data = long_census(model, length=30, n=3).data
+    data = score_long_heads(model, length=30, n=3).data
     scores = [score for score in SCORES if score != "copying"]
     for head in range(CONFIG.n_heads):
         got = data["value"].sel(layer=1, head=head, score=scores)
@@ -96,7 +96,7 @@ def test_a_pair_differs_in_its_last_block_only() -> None:
 def test_same_seed_same_census() -> None:
     before = torch.random.get_rng_state()
     model = Decoder(CONFIG)
-    one, other = (long_census(model, length=40, n=4, seed=3).data for _ in range(2))
+    one, other = (score_long_heads(model, length=40, n=4, seed=3).data for _ in range(2))
     assert one.identical(other)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -104,10 +104,10 @@ def test_same_seed_same_census() -> None:
 def test_bad_input() -> None:
     model = Decoder(CONFIG)
     with pytest.raises(ShapeError, match=r"length=81 is more than the n_ctx=80.*ask for at most"):
-        long_census(model, length=81)
+        score_long_heads(model, length=81)
     with pytest.raises(ShapeError, match="length=4 is too short for a repeat: the smallest takes"):
-        long_census(model, length=4)
+        score_long_heads(model, length=4)
     with pytest.raises(ShapeError, match="n must be at least 2 sequences, got 1"):
-        long_census(model, length=9, n=1)
+        score_long_heads(model, length=9, n=1)
     with pytest.raises(TokenError, match="2 content tokens are too few"):
-        long_census(Decoder(replace(CONFIG, d_vocab=3)), length=9)
+        score_long_heads(Decoder(replace(CONFIG, d_vocab=3)), length=9)

@@ -230,3 +230,23 @@ def test_heads_at_a_length(capsys: Captured) -> None:
     assert printed.err == ""
     assert run(["heads", "constructed-induction", "--length", "49"]) == 3
     assert "more than the n_ctx=48 positions" in capsys.readouterr().err
+
+
+def test_sinks_prints_masses_and_cuts_and_writes_a_page(tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "sinks.html"
+    assert run(["sinks", "constructed-induction", "-n", "8", "-q", "-o", str(page)]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("L1H2"))
+    assert row.split()[3] == "0.000", "BOS has no value"
+    assert row.split()[6].endswith("*")
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    assert "L1H2" in page.read_text(encoding="utf-8")
+    assert run(["sinks", "constructed-induction", "-q", "-o", str(page)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_sinks_of_a_model_without_a_task(folder: Path, capsys: Captured) -> None:
+    assert run(["sinks", str(folder), "-n", "6", "--length", "12", "-q", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["kind"] == "sinks"
+    assert said["details"]["inputs"] == "random tokens"
