@@ -44,6 +44,7 @@ from headstream.models.loss import next_token_loss
 from headstream.models.names import hook_table
 from headstream.models.norms import make_norm
 from headstream.models.positions import rotary_tables, sinusoidal_vectors
+from headstream.models.shapes import check_weights
 from headstream.models.vocabulary import check_tokens
 
 
@@ -335,19 +336,10 @@ def build(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
     if len(dtypes) > 1:
         raise ConfigError(f"weights mix dtypes {sorted(map(str, dtypes))}; one is expected")
     dtype = next(iter(dtypes), torch.float32)
+    check_dtype(dtype)
+    # Before anything is allocated: the configuration may ask for more than there is memory.
+    check_weights(config, weights)
     model = Decoder(config, dtype=dtype)
-    expected = model.state_dict()
-    missing = sorted(set(expected) - set(weights))
-    unknown = sorted(set(weights) - set(expected))
-    if missing or unknown:
-        parts = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
-        raise ConfigError(f"weights do not fit the configuration: {'; '.join(parts)}")
-    for name, tensor in sorted(weights.items()):
-        if tensor.shape != expected[name].shape:
-            raise ConfigError(
-                f"weight '{name}' has shape {list(tensor.shape)}, "
-                f"expected {list(expected[name].shape)}"
-            )
     model.load_state_dict(dict(weights))
     return model
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,16 +87,22 @@ def load(
         device: where to put them.
     Raises:
         StoreError: for a name that is neither (the zoo and the nearest are named), a missing or
-            damaged file, keys too many or too few, or weights that do not match their card.
+            damaged file, keys too many or too few, weights that are not finite (as saved, or as
+            `dtype`) or do not match their card, or a device that is not there.
         ConfigError: if weights cannot be of `dtype`.
     """
     if dtype is not None:
         check_dtype(dtype)
+    _check_device(device)
+    if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
+        raise StoreError(f"load takes the name of a model or a folder, got {name_or_path!r}")
     given = Path(name_or_path)
     folder = given if given.is_dir() else path_of(str(name_or_path))
     try:
         config = DecoderConfig.from_json(_read(folder / "config.json"))
-        model = build(config, _read_weights(folder / "weights.safetensors"))
+        weights = _read_weights(folder / "weights.safetensors")
+        model = build(config, weights)
+        _require_finite(folder, weights)
         if (folder / "vocab.json").exists():
             model.vocab = _read_json(folder / "vocab.json", list)
     except StoreError:
@@ -112,7 +119,31 @@ def load(
                 hint="restore the weights, or train the model again",
             )
     model.name = str((model.card or {}).get("name", folder.name))
-    return model.to(device=device, dtype=dtype or model.dtype)
+    if dtype not in (None, model.dtype):
+        model = model.to(dtype=dtype)
+        _require_finite(folder, _state(model), f" as {str(dtype).removeprefix('torch.')}")
+    return model.to(device=device)
+
+
+def _check_device(device: object) -> None:
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise StoreError(
+            f"device {str(device)!r} cannot be used: {reason[0]}", hint="device='cpu' always can"
+        ) from None
+
+
+def _require_finite(folder: Path, weights: Mapping[str, Tensor], as_dtype: str = "") -> None:
+    for name, value in sorted(weights.items()):
+        finite = torch.isfinite(value)
+        if not bool(finite.all()):
+            raise StoreError(
+                f"the weights in '{folder}' are not finite{as_dtype}: {name} holds NaN or infinity "
+                f"in {int((~finite).sum())} of {value.numel()} entries",
+                hint="load with a wider dtype" if as_dtype else "train or export the model again",
+            )
 
 
 def _require_replaceable(target: Path, overwrite: bool) -> None:
@@ -170,7 +201,7 @@ def _read(path: Path) -> str:
 def _read_json(path: Path, kind: type) -> Any:
     try:
         value = json.loads(_read(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"'{path}' is not JSON: {error}") from None
     if not isinstance(value, kind):
         raise StoreError(f"'{path}' must hold a JSON {kind.__name__}, got {type(value).__name__}")

@@ -362,3 +362,58 @@ def test_every_file_has_the_permissions_of_the_umask(saved: Path) -> None:
     plain = saved.parent / "plain"
     plain.write_text("")
     assert modes == {plain.stat().st_mode}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite(saved: Path, value: float) -> None:
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["blocks.1.attn.W_V"][0, 0, 0] = value
+
+    rewrite(saved, spoil)
+    words = r"not finite: blocks.1.attn.W_V holds NaN or infinity in 1 of \d+ entries; train or"
+    with pytest.raises(StoreError, match=words):
+        load(saved)
+
+
+def test_weights_too_large_for_the_dtype_asked_for(saved: Path) -> None:
+    def grow(weights: dict[str, Tensor]) -> None:
+        weights["embed.W_E"][0, 0] = 1e6  # float16 ends at 65504
+
+    rewrite(saved, grow)
+    assert load(saved, dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(StoreError, match=r"not finite as float16: embed.W_E .* wider dtype"):
+        load(saved, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_layers": 10**9}, r"missing \['blocks.2.attn.W_K', .*\] and \d{10,} more$"),
+        ({"d_model": 10**7}, r"has shape \[4, 16, 4\], expected \[4, 10000000, 4\]"),
+        ({"d_vocab": 10**12}, r"'embed.W_E' has shape \[20, 16\], expected \[1000000000000, 16\]"),
+    ],
+)
+def test_a_configuration_too_large_to_build(
+    saved: Path, change: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a decoder was built")
+
+    monkeypatch.setattr("headstream.models.decoder.Decoder", refuse)
+    fields = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(StoreError, match=words):
+        load(saved)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", [None, "", 5])
+def test_load_wants_a_name(name: Any) -> None:
+    with pytest.raises(StoreError, match=rf"name of a model or a folder, got {name!r}$"):
+        load(name)
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_a_device_that_is_not_there(saved: Path, device: str) -> None:
+    with pytest.raises(StoreError, match=rf"device '{device}' cannot be used: .+ always can$"):
+        load(saved, device=device)
