@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstream.circuits.weights import ov_circuit
+from headstream.models.arguments import check_seed
 from headstream.models.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -49,12 +50,15 @@ def copying_score(
         Gaussian heads: 0, since turning the sign of W_V turns the sign of the score; `random_low`
         and `random_high`, between which 95% of the drawn heads fall.
     Raises:
-        ShapeError: if a k is not in [1, d_vocab].
+        ShapeError: if a k is not in [1, d_vocab], `seed` is no whole number >= 0, or a weight
+            is NaN or infinite (eigenvalues of those do not exist, and LAPACK may end the process).
     Source:
         Elhage et al. 2021 (eigenvalue score). Only the embedding stands for the token: with an
         MLP in layer 0 or tied weights W_E alone describes it poorly.
     """
     config = model.config
+    check_seed(seed)
+    require_finite(model)
     for k in top:
         if not 1 <= k <= config.d_vocab:
             raise ShapeError(f"top holds {k}, expected values in [1, {config.d_vocab}]")
@@ -85,14 +89,33 @@ def copying_score(
     )
 
 
+def require_finite(model: Decoder) -> None:
+    """Raise ShapeError, naming the tensor, if a weight of the model is NaN or infinite."""
+    for name, value in model.named_parameters():
+        if not bool(torch.isfinite(value).all()):
+            raise ShapeError(
+                f"weights must be finite, but {name} holds NaN or infinity",
+                hint="train or export the model again",
+            )
+
+
 def eigenvalue_score(left: Float[Tensor, "n rank"], right: Float[Tensor, "rank n"]) -> float:
     """sum(lambda) / sum(|lambda|) of `left @ right`; NaN if every eigenvalue is zero.
 
     Eigenvalues below the square root of float64's precision, relative to the factors, count as
     zero: rounding alone lends those to a nilpotent product.
+
+    Raises:
+        ShapeError: if the product is not finite. LAPACK must not see it: there it ends the process.
     """
     left, right = left.double(), right.double()
-    values = torch.linalg.eigvals(right @ left)
+    small = right @ left
+    if not bool(torch.isfinite(small).all()):
+        raise ShapeError(
+            "an eigenvalue score needs a finite circuit, but the product of its factors holds "
+            "NaN or infinity"
+        )
+    values = torch.linalg.eigvals(small)
     size = values.abs().sum()
     floor = torch.finfo(torch.float64).eps ** 0.5 * left.norm() * right.norm()
     if size <= floor:

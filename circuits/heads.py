@@ -25,7 +25,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from headstream.circuits.copying import copying_score
+from headstream.circuits.copying import copying_score, require_finite
 from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
 from headstream.circuits.repeats import RepeatPair, draw_orders, make_pair, plan_repeats
 from headstream.circuits.statistics import (
@@ -36,7 +36,7 @@ from headstream.circuits.statistics import (
     sink_targets,
     target_mass,
 )
-from headstream.models.errors import ShapeError
+from headstream.models.arguments import check_count, check_seed
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
 
@@ -175,14 +175,15 @@ def score_heads(
         backend: must be able to form the pattern; None is "naive".
     Raises:
         TokenError, ShapeError: if no repeat fits the vocabulary or the context, or `distances`,
-            `length` or `n` are out of range.
+            `length`, `n` or `seed` are out of range, or a weight is NaN or infinite.
         BackendError: with `backend="flash"`.
     Source:
         Olsson et al. 2022 (prefix matching, on 25 random tokens four times over); distances and
         content control are ours: a head that attends a fixed distance back passes the usual test.
     """
-    if n < 2:
-        raise ShapeError(f"n must be at least 2 sequences, got {n}")
+    n, seed = check_count("n", n, least=2, of="sequences"), check_seed(seed)
+    # Before the runs: a NaN weight makes patterns that no score is defined on.
+    require_finite(model)
     plan = plan_repeats(model.config, distances, length)
     orders = draw_orders(plan, n, torch.Generator().manual_seed(seed))
     runs = []

@@ -11,7 +11,7 @@ that follows the content from one that learned a single distance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 from torch import Generator, Tensor
 
 from headstream.circuits.statistics import duplicate_token_targets, prefix_matching_targets
+from headstream.models.arguments import check_count
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ShapeError, TokenError
 
@@ -86,6 +87,8 @@ def plan_repeats(
     special = {config.bos_token_id, config.pad_token_id}
     content = tuple(token for token in range(config.d_vocab) if token not in special)
     has_bos = config.bos_token_id is not None
+    if length is not None:
+        length = check_count("length", length, least=2, of="tokens")
     room = config.n_ctx - has_bos
     if len(content) < 4:
         raise TokenError(
@@ -107,9 +110,13 @@ def plan_repeats(
         steps = torch.linspace(block, far, N_DISTANCES).round().int().tolist()
         chosen = tuple(sorted(set(steps)))
     else:
-        chosen = tuple(sorted(set(distances)))
-        if not chosen:
-            raise ShapeError("distances is empty, expected at least one distance in tokens")
+        chosen = _distances(distances)
+        if chosen[0] < 2 or chosen[-1] > limit - 2:
+            raise ShapeError(
+                f"distances {list(chosen)} do not fit: each must lie in [2, {limit - 2}] tokens, "
+                f"to leave room for two blocks of 2 in {len(content)} content tokens and {room} "
+                "positions"
+            )
         fits = min(chosen[0], limit - chosen[-1])
         block = min(BLOCK, fits) if length is None else length
         if block < 2 or block > fits:
@@ -147,6 +154,15 @@ def make_pair(plan: RepeatPlan, orders: Int[Tensor, "batch content"], distance: 
         prefix_matching_targets(repeated, real),
         duplicate_token_targets(repeated, real),
     )
+
+
+def _distances(given: object) -> tuple[int, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ShapeError(f"distances must be a list of whole numbers of tokens, got {given!r}")
+    chosen = tuple(sorted({check_count("a distance", one, of="tokens") for one in given}))
+    if not chosen:
+        raise ShapeError("distances is empty, expected at least one distance in tokens")
+    return chosen
 
 
 def _require_block(block: int, largest: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast, get_args
+import operator
+from typing import SupportsIndex, cast, get_args
 
 import torch
 from jaxtyping import Bool, Int
@@ -15,6 +16,32 @@ from headstream.models.kv_cache import KVCache
 from headstream.models.positions import count_positions
 
 RETURN_TYPES = ("logits", "loss", "loss_per_token")
+
+
+def check_count(name: str, value: object, *, least: int = 1, of: str = "") -> int:
+    """`value` as an int.
+
+    Raises:
+        ShapeError: if it is no whole number, or less than `least`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ShapeError(f"{name} must be a whole number{of and f' of {of}'}, got {value!r}")
+    number = operator.index(cast(SupportsIndex, value))
+    if number < least:
+        raise ShapeError(f"{name} must be at least {least}{of and f' {of}'}, got {number}")
+    return number
+
+
+def check_seed(seed: object) -> int:
+    """`seed` as an int.
+
+    Raises:
+        ShapeError: unless it is a whole number that every generator takes.
+    """
+    whole = hasattr(seed, "__index__") and not isinstance(seed, bool)
+    if not whole or not 0 <= operator.index(cast(SupportsIndex, seed)) < 2**63:
+        raise ShapeError(f"seed must be a whole number in [0, 2**63), got {seed!r}")
+    return operator.index(cast(SupportsIndex, seed))
 
 
 def check_backend(backend: str) -> Backend:

@@ -101,3 +101,25 @@ def test_null_is_seeded_symmetric_and_narrower_than_a_copier() -> None:
 def test_k_out_of_range() -> None:
     with pytest.raises(ShapeError, match=r"top holds 9, expected values in \[1, 8\]"):
         copying_score(model_with_known_heads(), top=(1, 9))
+
+
+def test_weights_that_are_not_finite_are_named_before_lapack_sees_them() -> None:
+    model = model_with_known_heads()
+    with torch.no_grad():
+        model.blocks[0].attn.W_V[0, 0, 0] = float("nan")
+    words = r"weights must be finite, but blocks.0.attn.W_V holds NaN or infinity"
+    with pytest.raises(ShapeError, match=words):
+        copying_score(model)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ShapeError, match="an eigenvalue score needs a finite circuit"):
+            eigenvalue_score(identity(3) * value, identity(3))
+
+
+def test_a_product_that_overflows_is_not_finite_either() -> None:
+    with pytest.raises(ShapeError, match="the product of its factors holds NaN or infinity"):
+        eigenvalue_score(identity(3) * 1e200, identity(3) * 1e200)
+
+
+def test_a_seed_out_of_range() -> None:
+    with pytest.raises(ShapeError, match=r"seed must be a whole number in \[0, 2\*\*63\), got -1"):
+        copying_score(model_with_known_heads(), seed=-1)

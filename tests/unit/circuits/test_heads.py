@@ -281,3 +281,35 @@ def test_bad_input() -> None:
         score_heads(model, backend="flash")
     with pytest.raises(TokenError, match="3 content tokens are too few"):
         score_heads(Decoder(DecoderConfig(**sizes, d_vocab=3, n_ctx=20)))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": 2.5}, r"n must be a whole number of sequences, got 2.5"),
+        ({"n": True}, r"n must be a whole number of sequences, got True"),
+        ({"seed": -1}, r"seed must be a whole number in \[0, 2\*\*63\), got -1"),
+        ({"seed": "a"}, r"seed must be a whole number in \[0, 2\*\*63\), got 'a'"),
+        ({"distances": "a"}, r"distances must be a list of whole numbers of tokens, got 'a'"),
+        ({"distances": 5}, r"distances must be a list of whole numbers of tokens, got 5"),
+        ({"distances": [2.5]}, r"a distance must be a whole number of tokens, got 2.5"),
+        ({"distances": [99]}, r"distances \[99\] do not fit: each must lie in \[2, 18\] tokens"),
+        ({"distances": []}, r"distances is empty"),
+        ({"length": 2.5}, r"length must be a whole number of tokens, got 2.5"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(options: dict[str, Any], words: str) -> None:
+    sizes = {"n_layers": 1, "n_heads": 1, "d_model": 4, "d_head": 4}
+    model = Decoder(DecoderConfig(**sizes, d_vocab=20, n_ctx=20))
+    with pytest.raises(ShapeError, match=words):
+        score_heads(model, **options)
+
+
+def test_a_model_with_nan_weights_is_not_scored() -> None:
+    sizes = {"n_layers": 1, "n_heads": 1, "d_model": 4, "d_head": 4}
+    model = Decoder(DecoderConfig(**sizes, d_vocab=20, n_ctx=20))
+    with torch.no_grad():
+        model.blocks[0].attn.W_Q[0, 0, 0] = float("inf")
+    with pytest.raises(ShapeError, match=r"finite, but blocks.0.attn.W_Q holds"):
+        score_heads(model)
