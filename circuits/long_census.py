@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -241,7 +241,7 @@ def _score(
     plan: LongPlan,
     control: Int[Tensor, "batch pos"],
     backend: str,
-    bar: tqdm[None],
+    bar: tqdm[Any],
 ) -> tuple[Mapping[str, Array], Mapping[str, float]]:
     """Scores [distance, sequence, layer, head] of a few sequences, and chance levels."""
     texts = [repeat_block(control, plan.block, distance) for distance in plan.distances]

@@ -113,8 +113,16 @@ def sinks(
         def effects(cut: str, layer: int | None, head: int | None) -> Array:
             found = []
             for edges in (sink, other):
-                rest = {"layer": layer, "head": head, "renormalise": CUTS[cut]}
-                found.append(losses(model, inputs.tokens, real, edges, **rest) - base)
+                after = losses(
+                    model,
+                    inputs.tokens,
+                    real,
+                    edges,
+                    layer=layer,
+                    head=head,
+                    renormalise=CUTS[cut],
+                )
+                found.append(after - base)
                 bar.update()
             return np.stack(found)
 
@@ -161,7 +169,7 @@ def _inputs(
         if isinstance(tokens, (str, list, tuple)):
             tokens = model.to_tokens(tokens)
         given = check_tokens(tokens, config.d_vocab).to(model.device)
-        mask = check_mask(attention_mask, *given.shape, model.device)
+        mask = check_mask(attention_mask, given.shape[0], given.shape[1], model.device)
         real = torch.ones_like(given, dtype=torch.bool) if mask is None else mask
         found = _Inputs(given, real, "the tokens given")
     else:
@@ -187,7 +195,7 @@ def _drawn(model: Decoder, n: int, length: int | None, seed: int) -> _Inputs:
             words = "clean prompts of the model's task, each followed by its answer"
             return _Inputs(whole, torch.ones_like(whole, dtype=torch.bool), words)
         clean = task.clean.to(model.device)
-        mask = check_mask(task.attention_mask, *clean.shape, model.device)
+        mask = check_mask(task.attention_mask, len(clean), clean.shape[1], model.device)
         real = torch.ones_like(clean, dtype=torch.bool) if mask is None else mask
         return _Inputs(clean, real, "clean prompts of the model's task")
     length = min(DEFAULT_LENGTH, config.n_ctx) if length is None else length
@@ -272,7 +280,7 @@ def _tested(
     n = effects.shape[-1]
     causal = np.zeros(mean.shape, dtype=bool)
     for at in np.ndindex(mean.shape):
-        causal[at] = not _failed(mean[at], tested.p_value[at], other[at], n)
+        causal[at] = not _failed(float(mean[at]), float(tested.p_value[at]), float(other[at]), n)
     return {
         f"{name}s" if name == "effect" else f"{name}_effects": ((*dims, "example"), effects),
         name: (dims, mean),
