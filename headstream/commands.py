@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstream.cli import Model, Options, cli, common
+from headstream.cli import Model, Options, Output, cli, common
 from headstream.console import answer, printable, table
 from headstream.models.errors import StoreError
 from headstream.models.zoo.registry import list_models, path_of
@@ -45,9 +47,13 @@ def models(options: Options, name: str | None) -> None:
         return
     folder = Path(name) if (Path(name) / "config.json").is_file() else path_of(name)
     try:
-        card: dict[str, Any] = json.loads((folder / "card.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        card: Any = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"'{folder}' has no readable card.json: {error}") from None
+    if not isinstance(card, dict):
+        raise StoreError(
+            f"'{folder / 'card.json'}' must hold a JSON object, got {type(card).__name__}"
+        )
     lines = [f"{key}: {_words(value)}" for key, value in card.items()]
     answer(card, "\n".join(lines), as_json=options.as_json)
 
@@ -100,14 +106,21 @@ def heads(options: Options, model: str, sort: str, length: int | None) -> None:
 
 @cli.command()
 @click.argument("model", type=Model())
-@click.option("-n", "n", default=32, show_default=True, help="Sequences.")
+@click.option(
+    "-n",
+    "n",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Sequences.",
+)
 @click.option(
     "--length",
     type=int,
     metavar="N",
     help="Random sequences of N tokens, in place of the prompts of the model's task.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Also write an HTML report.")
+@click.option("-o", "--output", type=Output(), metavar="FILE", help="Also write an HTML report.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @common
 def sinks(
@@ -170,10 +183,24 @@ def audit(options: Options, model: str) -> int:
 
 @cli.command()
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("-o", "--output", required=True, metavar="FILE", help="HTML file, or - for stdout.")
+@click.option(
+    "-o",
+    "--output",
+    type=Output(stdout=True),
+    required=True,
+    metavar="FILE",
+    help="HTML file, or - for stdout.",
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--title", help="Heading of the report.")
-@click.option("-n", "n_pairs", default=64, show_default=True, help="Prompt pairs of a zoo task.")
+@click.option(
+    "-n",
+    "n_pairs",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Prompt pairs of a zoo task.",
+)
 @click.option(
     "--pairs",
     type=click.Path(exists=True, dir_okay=False),
@@ -201,8 +228,14 @@ def report(
     the task it was trained for, head census, direct writes. A saved result (a .json file, or a
     folder of them) is rendered as it is, without the model.
     """
+    if output == "-" and options.as_json:
+        raise click.UsageError("-o - and --json both claim stdout; give one of them")
     if output != "-":
         _require_writable(Path(output), force)
+    if results is not None:
+        if not results:
+            raise click.UsageError("the folder of --results is empty: name one")
+        _require_room(Path(results))
     saved, fresh = _sort_targets(targets)
     if pairs is not None and not fresh:
         raise click.UsageError("--pairs needs a model among the targets, got saved results only")
@@ -236,7 +269,14 @@ def report(
 
 @cli.command()
 @click.argument("recipe")
-@click.option("-o", "--output", required=True, metavar="FOLDER", help="Where to save the model.")
+@click.option(
+    "-o",
+    "--output",
+    type=Output(),
+    required=True,
+    metavar="FOLDER",
+    help="Where to save the model.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a model that is already there.")
 @common
 @click.pass_context
@@ -249,6 +289,7 @@ def train(
         raise click.UsageError(f"folder '{target.parent}' does not exist")
     if target.exists() and not overwrite:
         raise click.UsageError(f"'{target}' exists; choose another folder, or --overwrite")
+    _require_room(target.parent)
     from headstream.models.store import save
     from headstream.models.zoo.training import train as run
 
@@ -269,17 +310,40 @@ def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list
     from headstream.analyses.standard import standard_study
 
     model = _load(name)
+    task = None
+    if pairs is not None:
+        # Without a wrong answer there is nothing to take a difference to.
+        metric = "logit_difference" if _names_wrong(Path(pairs)) else "log_prob"
+        task = Task.from_jsonl(pairs, model, metric=metric)
+        if metric == "log_prob" and options.progress:
+            click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
     words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
     if pairs is not None:
         words += ["--pairs", Path(pairs).name]
     return standard_study(
         model,
-        task=None if pairs is None else Task.from_jsonl(pairs, model),
+        task=task,
         n=n_pairs,
         seed=options.seed,
         progress=options.progress,
         command=shlex.join([*words, "-o", "report.html"]),
     )
+
+
+def _names_wrong(pairs: Path) -> bool:
+    """Whether any line gives `wrong`; lines that are damaged are left to who reads them."""
+    try:
+        lines = pairs.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return True
+    for line in lines:
+        try:
+            pair = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(pair, dict) and "wrong" in pair:
+            return True
+    return False
 
 
 def _load(name: str) -> Decoder:
@@ -296,6 +360,8 @@ def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:
     saved: list[Path] = []
     fresh: list[str] = []
     for target in targets:
+        if not target:
+            raise click.UsageError("a target is empty; name a model or a saved result")
         path = Path(target)
         if path.is_file():
             saved.append(path)
@@ -306,6 +372,12 @@ def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:
             saved += inside
         else:
             fresh.append(Model().convert(target, None, None))
+    # A folder by whatever path; a zoo name stays the name it is.
+    given = [os.path.realpath(path) for path in saved]
+    given += [os.path.realpath(name) if Path(name).is_dir() else name for name in fresh]
+    twice = [name for index, name in enumerate(given) if name in given[:index]]
+    if twice:
+        raise click.UsageError(f"target '{twice[0]}' is given twice")
     return saved, fresh
 
 
@@ -316,6 +388,22 @@ def _require_writable(path: Path, force: bool) -> None:
         raise click.UsageError(f"folder '{path.parent}' does not exist")
     if path.is_dir():
         raise click.UsageError(f"'{path}' is a folder; name a file")
+    _require_room(path.parent)
+
+
+def _require_room(folder: Path) -> None:
+    """Raise StoreError, before anything is computed, unless files can be made in `folder`.
+
+    Where it does not exist, in the nearest folder above it that does.
+    """
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise StoreError(f"cannot write in '{folder}': {error.strerror or error}") from None
 
 
 def _save_all(found: list[Result], folder: Path) -> None:

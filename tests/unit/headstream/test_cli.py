@@ -250,3 +250,124 @@ def test_sinks_of_a_model_without_a_task(folder: Path, capsys: Captured) -> None
     said = json.loads(capsys.readouterr().out)
     assert said["kind"] == "sinks"
     assert said["details"]["inputs"] == "random tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["heads", ""], "the name of a model is empty"),
+        (["models", ""], "the name of a model is empty"),
+        (["report", "", "-o", "x.html"], "a target is empty"),
+        (["report", "constructed-induction", "-o", ""], "the name to write to is empty"),
+        (["report", "constructed-induction", "-o", "-x"], "'-x' looks like an option"),
+        (["train", "induction-2l", "-o", "-"], "'-' looks like an option"),
+        (["sinks", "constructed-induction", "-o", "-"], "'-' looks like an option"),
+        (["heads", "constructed-induction", "--seed", "-1"], "-1 is not in the range 0<=x<=42949"),
+        (["heads", "constructed-induction", "--seed", str(10**23)], "is not in the range 0<=x<="),
+        (["report", "constructed-induction", "-o", "x.html", "-n", "0"], "0 is not in the range"),
+        (["sinks", "constructed-induction", "-n", "-3"], "-3 is not in the range x>=1"),
+        (
+            ["report", "induction-2l", "induction-2l", "-o", "x.html"],
+            "target 'induction-2l' is given twice",
+        ),
+        (["report", "induction-2l", "-o", "x.html", "--results", ""], "--results is empty"),
+    ],
+)
+def test_what_no_command_can_mean(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_folder_by_two_paths_is_one_target(folder: Path, capsys: Captured) -> None:
+    again = str(folder.parent / "." / ".." / folder.parent.name / folder.name)
+    page = str(folder.parent / "x.html")
+    assert run(["report", str(folder), again, "-o", page]) == 2
+    assert "is given twice" in capsys.readouterr().err
+
+
+def test_stdout_has_one_owner(tmp_path: Path, capsys: Captured) -> None:
+    assert run(["report", "constructed-induction", "-o", "-", "--json"]) == 2
+    assert "both claim stdout" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_json_as_the_value_of_an_option_is_not_json_mode(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["report", "constructed-induction", "-o", "--json"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "'--json' looks like an option" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_card_that_is_no_object(folder: Path, capsys: Captured) -> None:
+    for text, words in (("[1]", "must hold a JSON object, got list"), ("{", "no readable card")):
+        (folder / "card.json").write_text(text)
+        assert run(["models", str(folder)]) == 3
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write in")
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["report", "constructed-induction", "-o", "/proc/x.html"],
+        ["report", "constructed-induction", "-o", "x.html", "--results", "/proc/x/y"],
+        ["sinks", "constructed-induction", "-o", "/proc/x.html"],
+        ["train", "induction-2l", "-o", "/proc/x"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_known_before_the_study(
+    where: list[str], tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstream import commands
+
+    def too_late(*_: object) -> None:
+        raise AssertionError("a model was loaded first")
+
+    monkeypatch.setattr(commands, "_load", too_late)
+    monkeypatch.setattr("headstream.models.zoo.training.train", too_late)
+    monkeypatch.chdir(tmp_path)
+    assert run(where) == 3
+    printed = capsys.readouterr()
+    assert "cannot write in '/proc" in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_what_the_system_refuses_later_is_one_line(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstream import commands
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/x/y")
+
+    monkeypatch.setattr(commands, "_load", full)
+    assert run(["heads", "constructed-induction"]) == 3
+    assert capsys.readouterr().err == "headstream: '/x/y': No space left on device\n"
+    with pytest.raises(OSError, match="No space left"):
+        run(["heads", "constructed-induction", "--debug"])
+
+
+def test_pairs_without_a_wrong_answer_use_log_prob(tmp_path: Path, capsys: Captured) -> None:
+    pairs, saved = tmp_path / "pairs.jsonl", tmp_path / "results"
+    line = {"clean": "t01 t02 t03 t01", "corrupted": "t09 t02 t03 t01", "answer": "t02"}
+    pairs.write_text(json.dumps(line) + "\n")
+    arguments = ["report", "constructed-induction", "--pairs", str(pairs), "--results", str(saved)]
+    assert run([*arguments, "-o", str(tmp_path / "own.html")]) == 0
+    assert "no pair names 'wrong': the metric is log_prob" in capsys.readouterr().err
+    found = [load_result(path) for path in sorted(saved.iterdir())]
+    metrics = {one.details["metric"]["name"] for one in found if one.kind == "patching"}
+    assert metrics == {"log_prob"}
