@@ -14,12 +14,15 @@ from tqdm import tqdm
 
 from headstream.analyses.claims.ledger import audit
 from headstream.analyses.patching.patch import patch
+from headstream.analyses.patching.rows import check_seed
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Result
 from headstream.analyses.studies.heads import heads
 from headstream.analyses.studies.writes import direct_writes
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ShapeError, TaskError
+from headstream.models.errors import ShapeError, TaskError, TokenError
+
+_PATCHING = "patching"
 
 
 def standard_study(
@@ -34,8 +37,9 @@ def standard_study(
     """Run the standard study on `model`.
 
     Args:
-        task: pairs to patch; None takes the zoo task that the model's card names, and a model
-            without one gets the sections that need no task.
+        task: your own pairs to patch, and an error in patching them is raised; None takes the zoo
+            task that the model's card names, and a model without one gets the sections that need
+            no task. What could not run then stands in the first result's `details["left_out"]`.
         n: prompt pairs, when the task is drawn here.
         seed: of everything that is drawn.
         progress: a bar on stderr.
@@ -43,23 +47,29 @@ def standard_study(
     Returns:
         Results in the order of the report's sections.
     """
+    check_seed(seed)
+    own = task is not None
     if task is None and (model.card or {}).get("task"):
         task = Task.for_model(model, n=n, seed=seed)
-    steps: list[Callable[[], Result]] = [lambda: audit(model, seed=seed)]
+    steps: list[tuple[str, Callable[[], Result]]] = [("audit", lambda: audit(model, seed=seed))]
     if task is not None:
-        steps += _patching(model, task, seed)
-        steps.append(lambda: direct_writes(model, task, seed=seed))
-    steps.append(lambda: heads(model, seed=seed))
+        steps += [(_PATCHING, step) for step in _patching(model, task, seed)]
+        steps.append(("decomposition", lambda: direct_writes(model, task, seed=seed)))
+    steps.append(("census", lambda: heads(model, seed=seed)))
     results: list[Result] = []
-    skipped: list[str] = [] if task is not None else [_no_task(model)]
-    for step in tqdm(steps, desc="standard study", disable=None if progress else True):
+    left_out: list[str] = [] if task is not None else [_no_task(model)]
+    for name, step in tqdm(steps, desc="standard study", disable=None if progress else True):
         try:
             results.append(step())
-        except (ShapeError, TaskError) as error:
+        except (ShapeError, TaskError, TokenError) as error:
+            if own and name == _PATCHING:
+                raise
             # A model too small for one section still gets the others, and the report says which.
-            skipped.append(str(error))
+            left_out.append(f"{name}: {error}")
+    # Several sweeps that fail for one reason are one thing left out.
+    left_out = list(dict.fromkeys(left_out))
     return [
-        _finished(result, skipped if i == 0 else [], command) for i, result in enumerate(results)
+        _finished(result, left_out if i == 0 else [], command) for i, result in enumerate(results)
     ]
 
 
@@ -90,8 +100,9 @@ def _no_task(model: Decoder) -> str:
     )
 
 
-def _finished(result: Result, skipped: list[str], command: str | None) -> Result:
+def _finished(result: Result, left_out: list[str], command: str | None) -> Result:
+    """The first result carries what the whole study leaves out."""
     details = dict(result.details)
-    if skipped:
-        details["warnings"] = [*details.get("warnings", []), *skipped]
+    if left_out:
+        details["left_out"] = left_out
     return replace(result, details=details, provenance=replace(result.provenance, command=command))

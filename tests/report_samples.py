@@ -15,7 +15,8 @@ from headstream.analyses.kinds import (
     HeadsResult,
     SinksResult,
 )
-from headstream.analyses.patching.result import PatchingResult, ranked_cells, sentence
+from headstream.analyses.patching.result import PatchingResult, ranked_cells
+from headstream.analyses.patching.words import sentence
 from headstream.analyses.result import Provenance, Result
 
 TOKENS = ["<bos>", " When", " Mary", " and", " John", " went"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,10 @@ def audit(model: Decoder, tokens: Tensor | None = None, *, seed: int = 0) -> Aud
     return AuditResult(
         title=f"Audit of {model.name}",
         data=xr.Dataset(),
-        provenance=Provenance.of(model, seed=seed),
+        # The checks run on a float64 copy, and name the backend that they compare.
+        provenance=replace(
+            Provenance.of(model, seed=seed), backend="naive and flash", dtype="float64"
+        ),
         claims=tuple(claims),
         details={"rows": rows, "dtype": "float64", "tokens": subject.tokens.tolist()},
     )

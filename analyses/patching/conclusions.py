@@ -13,8 +13,9 @@ import numpy as np
 import xarray as xr
 
 from headstream.analyses.evidence import Claim, Evidence, proven
-from headstream.analyses.patching.inference import failed_conditions
-from headstream.analyses.patching.result import Cell, ranked_cells, sentence
+from headstream.analyses.patching.inference import MIN_PAIRS, failed_conditions
+from headstream.analyses.patching.result import Cell, least_notable, ranked_cells
+from headstream.analyses.patching.words import sentence
 
 # How many sites without the label are still named, the largest effects first.
 NOTABLE = 3
@@ -53,10 +54,17 @@ def random_sites_95(data: xr.Dataset) -> float | None:
 def claims_of(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]:
     """One claim for the self-patch control, one a CAUSAL site, and the largest few that are not.
 
+    A site without the label is named only if its effect is notable: at least 5% of the gap. More
+    pairs would settle nothing that matters about a smaller one.
     Sites stand in signed order, from most towards the other run to most against it.
     """
     cells = ranked_cells(data)
-    tested = [cell for cell in cells if not cell.causal and np.any(cell.mean != 0)]
+    least = least_notable(data, details)
+    tested = [
+        cell
+        for cell in cells
+        if not cell.causal and abs(cell.mean) >= least and not _only_rounding(cell)
+    ]
     notable = sorted(tested, key=lambda cell: -abs(cell.mean))[:NOTABLE]
     held = proven(
         f"self_patch.{details['site']}",
@@ -94,7 +102,7 @@ def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
         )
     return Claim(
         f"{details['site']}.{cell.label}",
-        sentence(details, cell.label, None if refused else float(np.sign(cell.normalized))),
+        sentence(details, cell.label, None if refused else cell.normalized),
         Evidence.UNKNOWN if failed else Evidence.CAUSAL,
         value=value,
         unit=unit if refused else "of the gap",
@@ -103,6 +111,11 @@ def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
         reason=reason,
         where="patching",
     )
+
+
+def _only_rounding(cell: Cell) -> bool:
+    """Zero, or so near it in every pair that there was nothing to test."""
+    return cell.mean == 0 or (cell.n >= MIN_PAIRS and not np.isfinite(cell.p_value))
 
 
 def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ from headstream.analyses.patching.hooked_engine import (
 from headstream.analyses.patching.labelled import describe_gap, labelled
 from headstream.analyses.patching.metrics import Metric, evaluate, second_metric
 from headstream.analyses.patching.result import PatchingResult
+from headstream.analyses.patching.rows import check_seed
 from headstream.analyses.patching.sites import Grid, plan
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.analyses.result import Provenance
@@ -53,7 +54,7 @@ SELF_PATCH = 1e-4
 
 def patch(
     model: Decoder,
-    task: Task,
+    task: Task | Any,
     site: str,
     *,
     direction: str = "denoise",
@@ -62,7 +63,7 @@ def patch(
     layers: Any = None,
     heads: Any = None,
     positions: Any = None,
-    seed: int = 0,
+    seed: Any = 0,
     n_flips: int = 5000,
     progress: bool = True,
     backend: str | None = None,
@@ -75,13 +76,14 @@ def patch(
 
     Args:
         model: the decoder.
-        task: pairs of prompts, answers and metric.
+        task: a `Task`: pairs of prompts, answers and metric.
         site: `resid_pre resid_mid resid_post attn_out mlp_out z q k v`.
         direction: `denoise` puts clean values into the corrupted run and shows what suffices to
             restore the answer; `noise` puts corrupted values into the clean run and shows what is
             needed. Neither mirrors the other: denoising misses the members of an AND, noising
-            those of an OR. Where any wrong value breaks the answer, an unrelated prompt's does
-            too, and noising then carries no label: what breaks is not specific to the corruption.
+            those of an OR. Where any wrong value breaks the answer, an unrelated prompt's may do so
+            as much. Such a site gets no label, however large its effect (what breaks is not
+            specific to the corruption), and the summary names it apart.
         values: `pair` takes them from the pair's other run; `mean` from the mean of that run over
             all pairs, position by position; `resample` from that run of another pair; `zero`.
             `resample` is the unrelated-prompt control itself, so it can carry no CAUSAL label.
@@ -91,7 +93,7 @@ def patch(
             of a row at once, `roles` of the task, or a list of positions (negative ones count from
             each row's end). By default `each` for sites on the stream, `all` for heads. Positions
             that a row lacks are NaN for its pair, and every mean is over the pairs that have them.
-        seed: of sign flips, resamples and of which pairs are unrelated.
+        seed: in [0, 2**63), of sign flips, resamples and of which pairs are unrelated.
         n_flips: sign patterns; all of them if there are no more than this.
         progress: show a bar on stderr, if that is a terminal.
         backend: of every run; None is the model's own.
@@ -108,6 +110,12 @@ def patch(
     _check_option("values", values, get_args(Values))
     _check_option("engine", engine, get_args(Engine))
     inference.check_flips(n_flips)
+    check_seed(seed)
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"task must be a Task, got {type(task).__name__}",
+            hint="build one with Task(clean, corrupted, answer, wrong), or Task.for_model(model)",
+        )
     _check_fits(model, task)
     grid = plan(model.config, task, site, layers=layers, heads=heads, positions=positions)
     with torch.no_grad():

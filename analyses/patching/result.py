@@ -17,13 +17,15 @@ Read, printed and rendered without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xarray as xr
 
+from headstream.analyses.patching.inference import ALPHA
+from headstream.analyses.patching.words import count, nouns, verb
 from headstream.analyses.result import Result
 from headstream.models.names import head_name
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 # Sites that the summary names before it says how many more there are.
 _NAMED = 8
-_NUMBERS = ["No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten"]
+# Below this part of the gap an effect is not worth a sentence of its own, labelled sites apart.
+_NOTABLE_PART = 0.05
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,34 +144,69 @@ class PatchingResult(Result):
         )
 
     def summary(self) -> str:
-        causal = [cell for cell in ranked_cells(self.data) if cell.causal]
+        """The labelled sites, and those that only the unrelated-prompt control excludes.
+
+        Where no site of a group moves half the gap, it moves "part of the answer". Sites that pass
+        the test but do no more than an unrelated prompt's values are named from 5% of the gap on.
+        """
+        cells = ranked_cells(self.data)
+        causal = [cell for cell in cells if cell.causal]
+        excluded = self._excluded(cells)
         total = self.data["mean"].size
         n = self.data.sizes["example"]
         metric = self.details["metric"]
         refused = self.details["normalized_refused"] is not None
-        nouns = _nouns(self.data)
+        noun = nouns(self.data)
+        if excluded:
+            shown = [cell.briefly(refused, metric["unit"]) for cell in excluded[:_NAMED]]
+            if len(excluded) > _NAMED:
+                shown.append(f"{len(excluded) - _NAMED} more")
+            untold = ", ".join(shown)
+        if not causal and excluded:
+            moves = verb(self.details, None, many=len(excluded) > 1)
+            return (
+                f"{count(len(excluded), noun)} of {total} {moves}, but no more than an unrelated "
+                f"prompt's values: {untold} (n = {n})"
+            )
         if not causal:
-            none = f"No {nouns[0]} of {total} is shown to {_verb(self.details, 1.0, many=None)}"
-            largest = max(ranked_cells(self.data), key=lambda cell: abs(cell.mean))
+            none = f"No {noun[0]} of {total} is shown to {verb(self.details, 1.0, many=None)}"
+            largest = max(cells, key=lambda cell: abs(cell.mean))
             what = f"largest {largest.worded(refused, metric['unit'])}"
             return f"{none}; {what if largest.mean else 'every effect is zero'} (n = {n})"
         if refused:
-            moved = {_verb(self.details, None, many=len(causal) > 1): causal}
+            moved = {verb(self.details, None, many=len(causal) > 1): causal}
         else:
             towards = [cell for cell in causal if cell.normalized > 0]
             against = [cell for cell in reversed(causal) if not cell.normalized > 0]
-            moved = {}
-            for sign, cells in ((1.0, towards), (-1.0, against)):
-                if cells:
-                    moved[_verb(self.details, sign, many=len(cells) > 1)] = cells
+            moved = {
+                verb(self.details, group[0].normalized, many=len(group) > 1): group
+                for group in (towards, against)
+                if group
+            }
         parts = []
-        for verb, cells in moved.items():
-            shown = [cell.worded(refused, metric["unit"]) for cell in cells[:_NAMED]]
-            if len(cells) > _NAMED:
-                shown.append(f"{len(cells) - _NAMED} more")
-            parts.append(f"{_count(len(cells), nouns)} {verb}: {', '.join(shown)}")
+        for moves, group in moved.items():
+            shown = [cell.worded(refused, metric["unit"]) for cell in group[:_NAMED]]
+            if len(group) > _NAMED:
+                shown.append(f"{len(group) - _NAMED} more")
+            parts.append(f"{count(len(group), noun)} {moves}: {', '.join(shown)}")
         text = "; ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])])
+        if excluded:
+            text += f"; not told from an unrelated prompt's values: {untold}"
         return f"{text} (n = {n})"
+
+    def _excluded(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The notable cells that pass the test and fail only by the unrelated-prompt control."""
+        if self.details["self_patch_max"] > self.details["self_patch_bound"]:
+            return []
+        least = least_notable(self.data, self.details)
+        return [
+            cell
+            for cell in cells
+            if not cell.causal
+            and cell.p_value <= ALPHA
+            and abs(cell.mean) >= least
+            and np.sign(cell.mean) * (cell.mean - cell.unrelated) <= 0
+        ]
 
     def to_frame(self) -> pd.DataFrame:
         """One row a site; the per-example effects are `effects.to_dataframe()`."""
@@ -200,6 +238,11 @@ class Cell:
         after = f" {unit}" if refused else " of the gap"
         between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if np.isfinite(ends).all() else ""
         return f"{self.label} ({value:+.2f}{between}{after})"
+
+    def briefly(self, refused: bool, unit: str) -> str:
+        """`L1H4 (+0.90)`, a share of the gap, or `L1H4 (+4.51 nats)` where that is refused."""
+        value = f"{self.mean:+.2f} {unit}" if refused else f"{self.normalized:+.2f}"
+        return f"{self.label} ({value})"
 
 
 def ranked_cells(data: xr.Dataset) -> list[Cell]:
@@ -236,6 +279,19 @@ def ranked_cells(data: xr.Dataset) -> list[Cell]:
     )
 
 
+def least_notable(data: xr.Dataset, details: Mapping[str, Any]) -> float:
+    """The |mean effect| below which an unlabelled site is not worth a sentence.
+
+    5% of the mean gap, or of the largest effect where the gap is within its own noise.
+    """
+    mean = data["mean"].values
+    if details["normalized_refused"] is None:
+        scale = abs(float(details["gap"]["mean"]))
+    else:
+        scale = float(np.abs(mean[np.isfinite(mean)]).max(initial=0.0))
+    return _NOTABLE_PART * scale
+
+
 def site_label(where: Mapping[str, Any]) -> str:
     """The short name of a cell: `L1H4`, `L1KV0` (a key/value head), `L1H4@7`, `L0@query`.
 
@@ -252,46 +308,3 @@ def site_label(where: Mapping[str, Any]) -> str:
         label = f"L{layer}"
     place = where.get("pos", where.get("role"))
     return label if place is None else f"{label}@{place}"
-
-
-def sentence(details: Mapping[str, Any], label: str, towards: float | None) -> str:
-    """The statement of a claim about one site; `towards` is the sign of the share it moved.
-
-    Denoising shows that a site suffices to restore, noising that it is needed: the verb says which.
-    """
-    return f"{details['site']} of {label} {_verb(details, towards, many=False)}"
-
-
-# (direction, towards the other run) -> the verb for one site, for many, and after "to".
-_VERBS = {
-    ("denoise", True): ("restores", "restore", "restore"),
-    ("denoise", False): ("pushes away from", "push away from", "push away from"),
-    ("noise", True): ("is needed for", "are needed for", "be needed for"),
-    ("noise", False): ("works against", "work against", "work against"),
-}
-
-
-def _verb(details: Mapping[str, Any], towards: float | None, *, many: bool | None) -> str:
-    """The verb and its object; `many` is None for the infinitive."""
-    form = {False: 0, True: 1, None: 2}[many]
-    if towards is None or not np.isfinite(towards):
-        verb = ("moves", "move", "move")[form]
-    else:
-        verb = _VERBS[details["direction"], towards > 0][form]
-    return f"{verb} {details['metric']['noun']}"
-
-
-def _nouns(data: xr.Dataset) -> tuple[str, str]:
-    dims = set(data["mean"].dims)
-    if "pos" in dims or "role" in dims:
-        return "site", "sites"
-    if "head" in dims:
-        return "head", "heads"
-    if "kv_head" in dims:
-        return "key/value head", "key/value heads"
-    return "layer", "layers"
-
-
-def _count(n: int, nouns: tuple[str, str]) -> str:
-    number = _NUMBERS[n] if n < len(_NUMBERS) else str(n)
-    return f"{number} {nouns[0] if n == 1 else nouns[1]}"

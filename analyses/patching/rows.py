@@ -14,6 +14,8 @@ from torch import Tensor
 
 from headstream.models.errors import ShapeError, TaskError, TokenError
 
+_INT64 = 2**63
+
 
 def rows_of(argument: str, value: Any) -> tuple[Tensor, Tensor | None]:
     """Tokens as int64 `[example, pos]` on the CPU, and the mask of a ragged list (else None)."""
@@ -55,14 +57,28 @@ def rows_of_list(argument: str, value: list[Any]) -> tuple[Tensor, Tensor | None
             raise ShapeError(f"{argument}[{number}] must be a list of token ids, got {row!r}")
         if not items:
             raise TaskError(f"{argument}[{number}] is an empty prompt")
+        for token in items:
+            check_token(f"{argument}[{number}]", token)
         ids.append(list(items))
     longest = max(map(len, ids))
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
-    if bool((padded < 0).any()):
-        raise TokenError(f"{argument} must hold token ids >= 0, got {int(padded.min())}")
     lengths = torch.tensor([len(row) for row in ids])
     mask = torch.arange(longest) < lengths[:, None]
     return padded, None if bool(mask.all()) else mask
+
+
+def check_token(argument: str, token: int) -> None:
+    """Refuse an id that no vocabulary holds, before a tensor overflows on it."""
+    if token < 0:
+        raise TokenError(f"{argument} must hold token ids >= 0, got {token}")
+    if token >= _INT64:
+        raise TokenError(f"{argument} must hold token ids below 2**63")
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that some generator would not take."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _INT64:
+        raise TaskError(f"seed must be a whole number in [0, 2**63), got {seed!r}")
 
 
 def check_aligned(

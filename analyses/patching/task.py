@@ -16,6 +16,8 @@ from torch import Tensor
 from headstream.analyses.patching.metrics import Metric, find_metric
 from headstream.analyses.patching.rows import (
     check_aligned,
+    check_seed,
+    check_token,
     columns_of,
     mask_of,
     per_pair,
@@ -83,7 +85,7 @@ class Task:
         metric: Any = "logit_difference",
         attention_mask: Any = None,
         answer_pos: Any = None,
-        roles: Mapping[str, Any] | None = None,
+        roles: Any = None,
     ) -> None:
         clean_rows, clean_mask = rows_of("clean", clean)
         corrupted_rows, corrupted_mask = rows_of("corrupted", corrupted)
@@ -111,6 +113,11 @@ class Task:
         set_field(self, "answer", per_pair("answer", answer, n))
         set_field(self, "wrong", None if wrong is None else per_pair("wrong", wrong, n))
         set_field(self, "metric", find_metric(metric))
+        if roles is not None and not isinstance(roles, Mapping):
+            raise TaskError(
+                f"roles must map names to positions, got {type(roles).__name__}",
+                hint='for example roles={"query": -1}',
+            )
         last = -1 if answer_pos is None else answer_pos
         set_field(self, "answer_pos", position_of("answer_pos", last, lengths))
         set_field(
@@ -162,14 +169,16 @@ class Task:
         return self.columns.gather(1, self.answer_pos[:, None])[:, 0]
 
     @classmethod
-    def for_model(cls, model: Decoder, n: int = 64, seed: int = 0, **options: Any) -> Task:
+    def for_model(cls, model: Decoder, n: int = 64, seed: Any = 0, **options: Any) -> Task:
         """The task a zoo model was made for: `n` pairs drawn with `seed`.
 
         Args:
             options: passed to `zoo.tasks.pairs_for`, such as `corruption="answer"`.
         Raises:
-            TaskError: if the model has no card, or its card names no task.
+            TaskError: if the model has no card, its card names no task, or seed is not a whole
+                number in [0, 2**63).
         """
+        check_seed(seed)
         if model.card is None:
             raise TaskError(
                 f"model {model.name!r} has no card, so its task is not known",
@@ -194,8 +203,9 @@ class Task:
             TaskError: naming the file and the line.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            # Not splitlines: JSON strings may hold U+2028 and its like as they are.
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, ValueError) as error:
             raise TaskError(f"cannot read pairs from '{path}': {error}") from None
         read: dict[str, list[Any]] = {key: [] for key in _LINE_KEYS}
         for number, line in enumerate(lines, start=1):
@@ -207,6 +217,8 @@ class Task:
                 raise TaskError(
                     f"'{path}' line {number}: {error.message}", hint=error.hint
                 ) from None
+            except RecursionError:
+                raise TaskError(f"'{path}' line {number}: nested too deeply") from None
             for key, value in pair.items():
                 read[key].append(value)
         n = len(read["clean"])
@@ -266,7 +278,7 @@ def _role_name(name: Any) -> str:
 def _read_line(line: str, model: Decoder) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, or a number of thousands of digits
         raise TaskError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise TaskError(f"expected an object, got {type(value).__name__}")
@@ -302,5 +314,6 @@ def _read_line(line: str, model: Decoder) -> dict[str, Any]:
             token = model.to_single_token(token)
         if isinstance(token, bool) or not isinstance(token, int):
             raise TaskError(f"{key!r} must be one token, got {value[key]!r}")
+        check_token(key, token)
         pair[key] = token
     return pair

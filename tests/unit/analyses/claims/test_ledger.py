@@ -129,3 +129,8 @@ def test_findings_say_where_and_how_much() -> None:
 def test_ids_are_unique() -> None:
     with pytest.raises(AssertionError, match="two checks of A1"):
         ledger.check("A1", "again")(lambda subject: Finding(0.0, ""))
+
+
+def test_provenance_says_how_the_checks_ran() -> None:
+    provenance = audit(toy()).provenance
+    assert (provenance.backend, provenance.dtype) == ("naive and flash", "float64")

@@ -570,3 +570,14 @@ def test_a_copy_in_float64_tightens_the_numbers(model: Decoder, make_task: MakeT
     np.testing.assert_allclose(
         patch(double, task, "z").effects, patch(model, task, "z").effects, atol=2e-5
     )
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 0.5])
+def test_a_seed_that_is_none(model: Decoder, make_task: MakeTask, seed: Any) -> None:
+    with pytest.raises(TaskError, match=r"seed must be a whole number in \[0, 2\*\*63\), got "):
+        patch(model, make_task(model, 2), "z", seed=seed)
+
+
+def test_something_that_is_no_task(model: Decoder) -> None:
+    with pytest.raises(TaskError, match="task must be a Task, got NoneType; build one with Task"):
+        patch(model, None, "z")

@@ -91,7 +91,7 @@ class TestLabels:
         assert found == [
             ("self_patch.z", "patching a run with its own z changes nothing", "PROVEN", 0.0),
             ("z.L0H1", "z of L0H1 restores the answer", "CAUSAL", 0.8),
-            ("z.L0H0", "z of L0H0 restores the answer", "UNKNOWN", 0.1),
+            ("z.L0H0", "z of L0H0 restores part of the answer", "UNKNOWN", 0.1),
             ("z.L1H0", "z of L1H0 pushes away from the answer", "CAUSAL", -0.4),
         ]
         reasons = {claim.id: claim.reason for claim in result().claims}
@@ -112,6 +112,36 @@ class TestLabels:
         data = arrays(p_value=np.full((2, 2), 0.5), mean=np.array([[0.2, -1.6], [0.8, 0.4]]))
         unknown = [c.id for c in result(data).claims if c.evidence is Evidence.UNKNOWN]
         assert sorted(unknown) == ["z.L0H1", "z.L1H0", "z.L1H1"]
+
+    def test_effects_below_a_twentieth_of_the_gap_are_not_named(self) -> None:
+        # The mean gap is 2 nats: 0.1 is just notable, 0.09 is not.
+        mean = np.array([[1.9e-6, 0.1], [-0.09, 0.0]])
+        data = arrays(mean=mean, p_value=np.full((2, 2), 0.5))
+        found = result(data)
+        unknown = [c for c in found.claims if c.evidence is Evidence.UNKNOWN]
+        assert [c.id for c in unknown] == ["z.L0H1"]
+        assert "more pairs would settle it" in unknown[0].reason
+
+    def test_without_a_gap_notable_is_a_twentieth_of_the_largest_effect(self) -> None:
+        nothing = np.full((2, 2), np.nan)
+        data = arrays(
+            mean=np.array([[-4.0, 0.2], [0.19, 0.0]]),
+            p_value=np.full((2, 2), 0.5),
+            **dict.fromkeys(("normalized", "normalized_low", "normalized_high"), nothing),
+        )
+        found = result(data, normalized_refused="within its own noise")
+        unknown = [c.id for c in found.claims if c.evidence is Evidence.UNKNOWN]
+        assert unknown == ["z.L0H1", "z.L0H0"]
+
+    def test_effects_that_are_only_rounding_are_not_named(self) -> None:
+        nothing = np.full((2, 2), np.nan)
+        data = arrays(
+            mean=np.full((2, 2), 1e-7),
+            p_value=nothing,
+            **dict.fromkeys(("normalized", "normalized_low", "normalized_high"), nothing),
+        )
+        (held,) = result(data, normalized_refused="within its own noise").claims
+        assert held.id == "self_patch.z"
 
     def test_a_failed_self_patch_is_the_alarm(self) -> None:
         alarmed = result(self_patch_max=0.5)
@@ -136,7 +166,8 @@ class TestSummary:
     def test_for_and_against(self) -> None:
         assert result().summary() == (
             "One head restores the answer: L0H1 (+0.80 [0.75, 0.85] of the gap); "
-            "one head pushes away from the answer: L1H0 (-0.40 [-0.45, -0.35] of the gap) (n = 8)"
+            "one head pushes away from the answer: L1H0 (-0.40 [-0.45, -0.35] of the gap); "
+            "not told from an unrelated prompt's values: L0H0 (+0.10) (n = 8)"
         )
         assert repr(result()).startswith("<patching: One head restores")
 
@@ -173,8 +204,76 @@ class TestSummary:
         data = arrays(**{k: np.full((2, 2), np.nan) for k in ("normalized", "normalized_low")})
         assert result(data, normalized_refused="within its own noise").summary() == (
             "Two heads move the answer: L0H1 (+1.60 [1.50, 1.70] nats), "
-            "L1H0 (-0.80 [-0.90, -0.70] nats) (n = 8)"
+            "L1H0 (-0.80 [-0.90, -0.70] nats); "
+            "not told from an unrelated prompt's values: L0H0 (+0.20 nats) (n = 8)"
         )
+
+    def test_the_largest_effect_is_named_though_the_control_excludes_it(self) -> None:
+        # Noising: L0H0 breaks the answer entirely, and so does any other prompt's value.
+        mean = np.array([[-2.0, -1.6], [-1.4, 0.0]])
+        data = arrays(
+            mean=mean,
+            normalized=-mean / 2,
+            p_value=np.array([[0.01, 0.01], [0.01, np.nan]]),
+            unrelated=np.array([[-2.1, -0.2], [-1.4, 0.0]]),
+        )
+        assert (
+            result(data, direction="noise")
+            .summary()
+            .endswith(
+                "; not told from an unrelated prompt's values: L0H0 (+1.00), L1H0 (+0.70) (n = 8)"
+            )
+        )
+
+    def test_only_sites_that_the_control_excludes(self) -> None:
+        data = arrays(unrelated=2 * MEAN)
+        assert result(data).summary() == (
+            "Three heads of 4 move the answer, but no more than an unrelated prompt's values: "
+            "L0H1 (+0.80), L0H0 (+0.10), L1H0 (-0.40) (n = 8)"
+        )
+        # With the control in ruins nothing passes anything.
+        assert "unrelated" not in result(data, self_patch_max=0.5).summary()
+
+    def test_many_excluded_sites_are_cut_short(self) -> None:
+        values = np.linspace(1.0, 0.1, 10).reshape(2, 5)
+        dims, both = ("layer", "pos"), ("layer", "pos", "example")
+        names = ("mean", "low", "high", "normalized", "normalized_low", "normalized_high")
+        data = xr.Dataset(
+            dict.fromkeys((*names, "unrelated"), (dims, values))
+            | {
+                "effects": (both, np.repeat(values[..., None], 6, -1)),
+                "p_value": (dims, np.full((2, 5), 0.01)),
+            },
+            coords={"layer": [0, 1], "pos": [4, 5, 6, 7, 8]},
+        )
+        assert result(data, site="resid_pre").summary().endswith("L1@6 (+0.30), 2 more (n = 6)")
+
+    @pytest.mark.parametrize(
+        ("direction", "words"),
+        [
+            ("denoise", "One head restores part of the answer: L0H1 (+0.02 "),
+            ("noise", "One head is partly needed for the answer: L0H1 (+0.02 "),
+        ],
+    )
+    def test_a_tiny_effect_is_a_part(self, direction: str, words: str) -> None:
+        sign = 1.0 if direction == "denoise" else -1.0
+        share = np.array([[0.0, 0.02], [0.0, 0.0]])
+        data = arrays(
+            mean=sign * 2 * share,
+            normalized=share,
+            p_value=np.array([[np.nan, 0.01], [np.nan, np.nan]]),
+            unrelated=np.zeros((2, 2)),
+        )
+        found = result(data, direction=direction)
+        assert found.summary().startswith(words)
+        assert found.claims[1].evidence is Evidence.CAUSAL
+        assert " part" in found.claims[1].statement
+
+    def test_half_of_the_gap_is_no_part(self) -> None:
+        data = arrays(normalized=np.array([[0.1, 0.5], [-0.4, 0.0]]))
+        assert result(data).summary().startswith("One head restores the answer: L0H1 (+0.50 ")
+        data = arrays(normalized=np.array([[0.1, 0.49], [-0.4, 0.0]]))
+        assert result(data).summary().startswith("One head restores part of the answer: L0H1")
 
     def test_key_value_heads_are_named_so(self) -> None:
         assert (

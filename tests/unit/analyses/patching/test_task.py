@@ -89,7 +89,9 @@ class TestPairs:
             ({"clean": [[1, 2.5]]}, ShapeError, r"clean\[0\] must be a list of token ids"),
             ({"clean": [["a"]]}, ShapeError, r"clean\[0\] must be a list of token ids"),
             ({"clean": CLEAN - 1}, TokenError, "clean must hold token ids >= 0, got -1"),
-            ({"clean": (CLEAN - 1).tolist()}, TokenError, "clean must hold token ids >= 0"),
+            ({"clean": (CLEAN - 1).tolist()}, TokenError, r"clean\[0\] must hold token ids >= 0"),
+            ({"clean": [[10**30]]}, TokenError, r"clean\[0\] must hold token ids below 2\*\*63"),
+            ({"roles": [1]}, TaskError, "roles must map names to positions, got list; for example"),
             ({"answer": [6]}, ShapeError, r"answer must hold one number a pair, \[2\], got \[1\]"),
             ({"answer": []}, ShapeError, r"answer must hold one number a pair, \[2\], got none"),
             ({"answer": [6.0, 8.0]}, ShapeError, "answer must hold whole numbers, got float32"),
@@ -238,6 +240,11 @@ class TestJsonLines:
         [
             ("{", "line 2: not JSON"),
             ("[1]", "line 2: expected an object, got list"),
+            ("[" * 100_000, "line 2: nested too deeply"),
+            ('{"answer": ' + "9" * 5000 + "}", "line 2: not JSON: Exceeds the limit"),
+            ({**GOOD, "answer": 10**30}, r"line 2: answer must hold token ids below 2\*\*63"),
+            ({**GOOD, "wrong": -1}, "line 2: wrong must hold token ids >= 0, got -1"),
+            ({**GOOD, "clean": [0, 10**30]}, r"line 2: clean\[0\] must hold token ids below 2"),
             ({**GOOD, "wrongs": 1}, "line 2: unknown key 'wrongs'; .*nearest is 'wrong'"),
             ({"clean": "a b"}, "line 2: lacks 'corrupted', 'answer'"),
             ({**GOOD, "clean": "a zz"}, "line 2: word 1 of the prompt, 'zz', is not in the voc"),
@@ -255,6 +262,15 @@ class TestJsonLines:
         with pytest.raises(TaskError, match=words):
             Task.from_jsonl(self.write(tmp_path, self.GOOD, line), toy())
 
+    def test_a_byte_order_mark_and_a_line_separator_in_a_string(self, tmp_path: Path) -> None:
+        path = tmp_path / "pairs.jsonl"
+        line = json.dumps(self.GOOD | {"clean": "a\u2028b"}, ensure_ascii=False)
+        path.write_bytes(("\ufeff" + line + "\r\n" + json.dumps(self.GOOD)).encode())
+        # U+2028 is white space within the prompt, and the line goes on behind it.
+        task = Task.from_jsonl(path, toy())
+        assert task.clean.tolist()[0] == task.clean.tolist()[1]
+        assert len(task) == 2
+
     def test_refusals_of_the_file(self, tmp_path: Path) -> None:
         with pytest.raises(TaskError, match="cannot read pairs from"):
             Task.from_jsonl(tmp_path / "none.jsonl", toy())
@@ -270,3 +286,9 @@ class TestJsonLines:
 def test_a_model_without_a_card_has_no_task() -> None:
     with pytest.raises(TaskError, match="model 'unnamed' has no card"):
         Task.for_model(toy())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "0", True])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    with pytest.raises(TaskError, match=r"seed must be a whole number in \[0, 2\*\*63\), got "):
+        Task.for_model(toy(), seed=seed)
