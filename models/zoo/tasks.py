@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from headstream.models.config import DecoderConfig
 from headstream.models.errors import TaskError, nearest
 from headstream.models.zoo.sequences import single_match
 
@@ -30,6 +31,7 @@ def pairs_for(
     *,
     corruption: str = "earlier_query",
     distance: tuple[int, int] | None = None,
+    config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
     """`n` pairs for the task that a model's card names.
 
@@ -39,6 +41,7 @@ def pairs_for(
         seed: of the draw; the global random state is not used.
         corruption: what is replaced, see above.
         distance: smallest and largest distance between the two A's; None is all that fit.
+        config: of the model that shall read the pairs; None checks nothing.
     Returns:
         The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
         [example], and `roles`, name -> position [example]: `earlier_query` the earlier A,
@@ -48,7 +51,7 @@ def pairs_for(
         that replaced B.
     Raises:
         TaskError: if the card names no task that is known here or one that cannot be drawn, n < 1,
-            or `distance` does not fit.
+            or `distance` does not fit, or the card asks for more than the model holds.
     Example:
         >>> card = {"task": {"kind": "induction", "length": 6, "n_content": 9}}
         >>> pairs = pairs_for(card, n=1, seed=0)
@@ -56,6 +59,8 @@ def pairs_for(
         1
     """
     length, n_content = _induction_sizes(card)
+    if config is not None:
+        _require_fit(card, length, n_content, config)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TaskError(f"n must be a whole number of pairs >= 1, got {n!r}")
     if corruption not in get_args(Corruption):
@@ -109,6 +114,22 @@ def _induction_sizes(card: Mapping[str, Any]) -> tuple[int, int]:
             f"{task['length']}"
         )
     return int(task["length"]), int(task["n_content"])
+
+
+def _require_fit(
+    card: Mapping[str, Any], length: int, n_content: int, config: DecoderConfig
+) -> None:
+    content = config.d_vocab - (config.bos_token_id is not None)
+    for name, asked, held, of in (
+        ("n_content", n_content, content, f"content tokens (d_vocab={config.d_vocab})"),
+        ("length", length, config.n_ctx, f"positions (n_ctx={config.n_ctx})"),
+    ):
+        if asked > held:
+            raise TaskError(
+                f"the card of {card.get('name')!r} does not fit the model: its task has "
+                f"{name}={asked}, the model has {held} {of}",
+                hint="correct card.json, or build a Task from your own pairs",
+            )
 
 
 def _other_token(tokens: Tensor, earlier: Tensor, generator: torch.Generator) -> Tensor:

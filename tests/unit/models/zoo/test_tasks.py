@@ -124,3 +124,18 @@ def test_options_are_checked() -> None:
         pairs_for(CARD, 0, 0)
     with pytest.raises(TaskError, match=r"within 2 .. 12 for length=14, got \(1, 3\)"):
         pairs_for(CARD, 3, 0, distance=(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"n_content": 500}, r"its task has n_content=500, the model has 32 content tokens"),
+        ({"length": 490}, r"its task has length=490, the model has 48 positions"),
+    ],
+)
+def test_a_card_that_asks_for_more_than_the_model_holds(task: dict[str, int], words: str) -> None:
+    config = constructed_induction().config
+    card = {"name": "toy", "task": CARD["task"] | task}
+    with pytest.raises(TaskError, match=rf"the card of 'toy' does not fit the model: {words}"):
+        pairs_for(card, 4, 0, config=config)
+    assert len(pairs_for(CARD, 4, 0, config=config)["clean"]) == 4
