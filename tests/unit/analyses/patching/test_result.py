@@ -47,6 +47,7 @@ def details(**changes: Any) -> dict[str, Any]:
         "random_site_95": None,
         "gap": {"mean": 2.0, "low": 1.5, "high": 2.5, "floor": 0.2, "small": 0},
         "normalized_refused": None,
+        "prompts": [],
         **changes,
     }
 
