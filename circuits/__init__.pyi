@@ -1,7 +1,10 @@
+from .attention_run import record_attention as record_attention
 from .copying import copying_score as copying_score
 from .folding import fold as fold
 from .heads import HeadCensus as HeadCensus
 from .heads import score_heads as score_heads
+from .interventions import cut_edges as cut_edges
+from .interventions import freeze_attention as freeze_attention
 from .lens import logit_lens as logit_lens
 from .long_census import score_long_heads as score_long_heads
 from .masses import ColumnMass as ColumnMass
@@ -13,6 +16,7 @@ from .matches import DuplicateMass as DuplicateMass
 from .matches import InductionMass as InductionMass
 from .measure import attention_statistics as attention_statistics
 from .measure import measure_attention as measure_attention
+from .pattern_preserving import pattern_preserving_ablation as pattern_preserving_ablation
 from .residual import ResidualDecomposition as ResidualDecomposition
 from .residual import decompose_residual as decompose_residual
 from .segments import SegmentMass as SegmentMass

@@ -22,7 +22,7 @@ from headstream.circuits.second_pass import Layer
 from headstream.circuits.statistic import LinearStatistic, Statistic
 from headstream.circuits.token_batch import TokenBatch
 from headstream.models.arguments import check_backend, check_cache, check_mask
-from headstream.models.errors import ShapeError, TokenError
+from headstream.models.errors import BackendError, ShapeError, TokenError
 from headstream.models.hook_point import HookFunction
 from headstream.models.kv_cache import KVCache
 from headstream.models.vocabulary import check_tokens
@@ -71,7 +71,8 @@ def measure_attention(
         ShapeError: for statistics of equal names, parameters that mean nothing, labels that do not
             fit, or a statistic that cannot be had by position.
         TokenError: if tokens are to be compared and those in the cache are not known.
-        BackendError: for an unknown backend.
+        BackendError: for an unknown backend, or one that cannot see the edits of `cut_edges` and
+            `freeze_attention` that are active.
     Example:
         >>> from headstream.models import Decoder, DecoderConfig
         >>> from headstream.circuits.masses import SinkMass
@@ -132,6 +133,12 @@ class _Run:
     ) -> None:
         self.model = model
         self.naive = check_backend(backend) == "naive"
+        if not self.naive and any(block.attn.edits for block in model.blocks):
+            raise BackendError(
+                f"backend={backend!r} reads attention from q, k and the log-sum-exp, which do not "
+                "show edges that are cut or patterns that are held",
+                hint="use backend='naive' inside cut_edges and freeze_attention",
+            )
         self.statistics = _distinct(statistics)
         self.attention_mask = attention_mask
         self.per_position = per_position

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headstream.circuits.flash_rows import FlashRows
+from headstream.circuits.interventions import cut_edges
 from headstream.circuits.masses import ColumnMass, Offset, SinkImportance, SinkMass, SinkRate
 from headstream.circuits.matches import DuplicateMass, InductionMass
 from headstream.circuits.measure import attention_statistics, measure_attention
@@ -659,3 +660,18 @@ def test_a_cache_without_its_tokens_cannot_be_matched(model_r: Decoder) -> None:
 def test_progress_goes_to_stderr(model_a: Decoder, capfd: pytest.CaptureFixture[str]) -> None:
     measure_attention(model_a, draw(1, 12), SinkMass())
     assert capfd.readouterr() == ("", "")
+
+
+def test_edges_that_are_cut_are_not_measured_as_if_they_were_there(
+    build: Callable[..., Decoder],
+) -> None:
+
+    model = build({})
+    tokens = torch.arange(8)
+    with cut_edges(model, 0, keys=[0], queries=slice(1, None), renormalise=False):
+        with pytest.raises(BackendError, match=r"do not show edges that are cut.*backend='naive'"):
+            measure_attention(model, tokens, [SinkMass()])
+        cut = measure_attention(model, tokens, [SinkMass()], backend="naive")
+    assert cut["sink_mass_1"].sel(layer=0).values.max() == 0
+    whole = measure_attention(model, tokens, [SinkMass()])
+    assert whole["sink_mass_1"].sel(layer=0).values.min() > 0
