@@ -42,6 +42,43 @@ _KINDS = {
 }
 
 
+# What reports read of the details of each kind, and of what JSON type it is.
+_NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "patching": {
+        "site": str,
+        "positions": str,
+        "direction": str,
+        "metric": dict,
+        "gap": dict,
+        "family": int,
+        "self_patch_max": (int, float),
+        "self_patch_bound": (int, float),
+        "normalized_refused": (str, type(None)),
+    },
+    "heads": {"n": int},
+    "decomposition": {"norm": str, "largest_error": (int, float)},
+    "audit": {"rows": list},
+    "sinks": {
+        "chance": (int, float),
+        "n": int,
+        "eps": (int, float),
+        "T": int,
+        "rate": (int, float),
+        "margin": (int, float),
+    },
+}
+# And of the arrays.
+_ARRAYS = {
+    "patching": (
+        *("effects", "mean", "low", "high", "normalized", "normalized_low", "normalized_high"),
+        *("p_value", "unrelated", "causal"),
+    ),
+    "heads": ("label",),
+    "decomposition": ("mean", "total"),
+    "sinks": ("sink_mass", "sink_mass_low", "effect_causal"),
+}
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Where a number comes from: enough to run it again.
@@ -133,7 +170,12 @@ class Result:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Result:
-        """Build the result that `to_json` wrote."""
+        """Build the result that `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError: if a part is missing or of another type.
+        """
+        _check_parts(value)
         return cls(
             title=value["title"],
             data=xr.Dataset(
@@ -163,7 +205,7 @@ def load_result(path: str | os.PathLike[str]) -> Result:
         raise ResultError(f"cannot read a result from '{path}': {error}") from None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultError(f"'{path}' is not a saved result: {error}") from None
     return result_from_json(value, source=str(path))
 
@@ -183,13 +225,13 @@ def result_from_json(value: Any, *, source: str = "the value") -> Result:
             hint="read it with the version of headstream that wrote it",
         )
     kind = value.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ResultError(f"{source} is of unknown kind {kind!r}", hint=nearest(str(kind), _KINDS))
     module, name = _KINDS[kind].split(":")
     reader: Callable[[Any], Result] = getattr(importlib.import_module(module), name).from_json
     try:
         return reader(value)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ResultError(f"{source} is a damaged {kind} result: {error!r}") from None
 
 
@@ -228,6 +270,32 @@ def shortest(value: float) -> float | None:
     """
     single = np.float32(value)
     return float(str(single)) if np.isfinite(single) else None
+
+
+def _check_parts(value: Mapping[str, Any]) -> None:
+    details = value["details"]
+    parts = [("title", value["title"], str), ("details", details, dict)]
+    parts += [(part, value[part], dict) for part in ("coords", "data", "provenance")]
+    parts += [("claims", value["claims"], list)]
+    for name, part, kind in parts:
+        _require_type(name, part, kind)
+    for name, kind in _NEEDED.get(value["kind"], {}).items():
+        _require_type(f"details.{name}", details[name], kind)
+    for name in _ARRAYS.get(value["kind"], ()):
+        if name not in value["data"]:
+            raise KeyError(f"data.{name}")
+    provenance = value["provenance"]
+    for name in ("model", "weights_sha256", "backend", "dtype", "device"):
+        _require_type(f"provenance.{name}", provenance[name], str)
+    for name in ("config", "versions"):
+        _require_type(f"provenance.{name}", provenance[name], dict)
+
+
+def _require_type(name: str, part: Any, kind: Any) -> None:
+    if not isinstance(part, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        words = " or ".join(one.__name__ for one in kinds)
+        raise TypeError(f"{name} must be a JSON {words}, got {type(part).__name__}")
 
 
 def _claim_to_json(claim: Claim) -> dict[str, Any]:

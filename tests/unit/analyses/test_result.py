@@ -163,3 +163,24 @@ def test_json_is_json(tmp_path: Path) -> None:
     text = heads_result().save(tmp_path / "r.json").read_text()
     assert json.loads(text)["schema"] == "headstream.result/1"
     assert "NaN" not in text
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("data", 5, "data must be a JSON dict, got int"),
+        ("coords", 5, "coords must be a JSON dict, got int"),
+        ("details", 5, "details must be a JSON dict, got int"),
+        ("details", {}, "KeyError.'n'"),
+        ("claims", {}, "claims must be a JSON list, got dict"),
+        ("title", None, "title must be a JSON str, got NoneType"),
+        ("provenance", {"model": 5}, "provenance.model must be a JSON str, got int"),
+        ("data", {}, "data.label"),
+        ("data", {"label": 5}, "damaged heads result"),
+        ("kind", [], r"unknown kind \[\]"),
+    ],
+)
+def test_every_damage_is_a_result_error(part: str, value: object, words: str) -> None:
+    whole = heads_result().to_json()
+    with pytest.raises(ResultError, match=words):
+        result_from_json(whole | {part: value})
