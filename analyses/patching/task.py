@@ -186,7 +186,7 @@ class Task:
             )
         from headstream.models.zoo.tasks import pairs_for
 
-        pairs: dict[str, Any] = dict(pairs_for(model.card, n, seed, **options))
+        pairs: dict[str, Any] = dict(pairs_for(model.card, n, seed, config=model.config, **options))
         return cls(**pairs)
 
     @classmethod
