@@ -97,7 +97,7 @@ def record_beside(
     run = AttentionRun(
         {layer: acts[f"{stem}q"] for layer, stem in at.items()},
         {layer: acts[f"{stem}k"] for layer, stem in at.items()},
-        check_mask(attention_mask, *rows.shape, model.device),
+        check_mask(attention_mask, rows.shape[0], rows.shape[1], model.device),
         {layer: model.blocks[layer].attn.scale for layer in chosen},
     )
     return run, acts
