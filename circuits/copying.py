@@ -156,5 +156,8 @@ def random_interval(model: Decoder, *, n_random: int, seed: int) -> tuple[float,
         value = torch.randn(shape, generator=generator, dtype=torch.float64)
         out = torch.randn(shape, generator=generator, dtype=torch.float64)
         scores.append(eigenvalue_score(between @ value, out.T))
+    if np.isnan(scores).all():
+        # W_U @ W_E is zero: no head of such a model has a score.
+        return float("nan"), float("nan")
     low, high = np.nanquantile(scores, [0.025, 0.975])
     return float(low), float(high)

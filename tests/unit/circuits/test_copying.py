@@ -1,6 +1,7 @@
 """Copying scores against matrices whose eigenvalues are known."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -123,3 +124,14 @@ def test_a_product_that_overflows_is_not_finite_either() -> None:
 def test_a_seed_out_of_range() -> None:
     with pytest.raises(ShapeError, match=r"seed must be a whole number in \[0, 2\*\*63\), got -1"):
         copying_score(model_with_known_heads(), seed=-1)
+
+
+def test_a_model_that_writes_nothing_has_no_random_interval_and_no_warning(
+    build: Callable[..., Decoder],
+) -> None:
+    model = build({})
+    with torch.no_grad():
+        model.W_U.zero_()
+    found = copying_score(model)
+    assert found["score"].isnull().all()
+    assert math.isnan(float(found["random_low"]))
