@@ -245,7 +245,7 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return float(torch.where(a == b, 0.0, a - b).detach().abs().amax()) if a.numel() else 0.0
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(cases())
 def test_cut_edges_is_the_same_edit_of_scores_and_pattern(case: Case) -> None:
     expected = by_hooks(case)
@@ -253,7 +253,7 @@ def test_cut_edges_is_the_same_edit_of_scores_and_pattern(case: Case) -> None:
         assert_equal(by_edits(case, backend), expected, [])
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(cases(frozen=True))
 def test_freezing_is_forcing_the_stored_pattern(case: Case) -> None:
     expected = by_hooks(case)
@@ -285,7 +285,7 @@ def test_gradients_are_those_of_the_same_edit(case: Case) -> None:
         assert largest_difference(by_naive, by_flash) <= 10 * EXACT
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(st.sampled_from([0, 1, 64]), st.data())
 def test_rows_are_the_same_however_they_are_gathered(gap: int, data: st.DataObject) -> None:
     """Queries of one set are attended in one call or many; earlier keys may be cached."""

@@ -10,30 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstream.circuits.attention_run import record_attention
 from headstream.circuits.interventions import cut_edges, freeze_attention
-from headstream.circuits.pattern_preserving import pattern_preserving_ablation
-from headstream.models import attend_edited
-from headstream.models.attend_edited import EditedAttention
 from headstream.models.decoder import Decoder
-from headstream.models.edits import EdgeCut
-from headstream.models.errors import BackendError, ConfigError, HookError, ShapeError
+from headstream.models.errors import BackendError, HookError, ShapeError
 from headstream.models.hooks import capture, edited
 from headstream.models.kv_cache import KVCache
-from headstream.models.position_set import PositionSet
-from headstream.models.store import load
 
 # Float64 sums in another order; two orders above what is found.
 EXACT = 1e-10
-
-
-def attention(
-    q: Tensor, k: Tensor, cut: EdgeCut, *, key_mask: Tensor | None = None
-) -> EditedAttention:
-    return EditedAttention([cut], q, k, scale=1.0, key_mask=key_mask, cached=False)
-
-
-def cut_of(keys: Any, queries: Any = None, *, renormalise: bool = True) -> EdgeCut:
-    places = None if queries is None else PositionSet(queries, "queries")
-    return EdgeCut(PositionSet(keys, "keys"), places, (0,), renormalise, "layer 0")
 
 
 class Largest(TorchDispatchMode):
@@ -47,71 +30,6 @@ class Largest(TorchDispatchMode):
             if isinstance(made, Tensor):
                 self.numel = max(self.numel, made.numel())
         return out
-
-
-# One row by hand.
-
-
-@pytest.fixture
-def row() -> tuple[Tensor, Tensor, Tensor]:
-    """Scores 0, ln 2, ln 5 of the last query; keys carry the values 1, 10, 100."""
-    scores = torch.tensor([1.0, 2.0, 5.0]).double().log()
-    q = torch.zeros(1, 3, 1, 1).double()
-    q[0, 2] = 1.0
-    values = torch.tensor([1.0, 10.0, 100.0]).double()
-    return q, scores.reshape(1, 3, 1, 1), values.reshape(1, 3, 1, 1)
-
-
-def test_a_cut_with_renormalisation_by_hand(row: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Weights 1/8 2/8 5/8; without the last key 1/3 2/3, and e^lse = 3."""
-    q, k, v = row
-    z, lse = attention(q, k, cut_of([2])).flash(v, need_lse_grad=False)
-    assert z[0, 2, 0, 0] == pytest.approx((1 + 2 * 10) / 3)
-    assert lse[0, 0, 2].exp() == pytest.approx(3)
-    # The others read nothing of key 2: uniform over one and two keys.
-    assert z[0, :2, 0, 0].tolist() == pytest.approx([1, 5.5])
-
-
-def test_a_cut_without_renormalisation_by_hand(row: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The other weights stay 1/8 and 2/8; the log-sum-exp is that of the scores, ln 8."""
-    q, k, v = row
-    z, lse = attention(q, k, cut_of([2], renormalise=False)).flash(v, need_lse_grad=False)
-    assert z[0, 2, 0, 0] == pytest.approx((1 + 2 * 10) / 8)
-    assert lse[0, 0, 2].exp() == pytest.approx(8)
-    assert z[0, :2, 0, 0].tolist() == pytest.approx([1, 5.5])
-
-
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_a_query_whose_keys_are_all_cut(
-    row: tuple[Tensor, Tensor, Tensor], renormalise: bool
-) -> None:
-    q, k, v = (x.requires_grad_() for x in row)
-    cut = cut_of([0, 1, 2], [1, 2], renormalise=renormalise)
-    z, lse = attention(q, k, cut).flash(v, need_lse_grad=True)
-    assert z[0, :, 0, 0].tolist() == pytest.approx([1, 0, 0])
-    expected = [0.0, -torch.inf, -torch.inf] if renormalise else [0.0, None, None]
-    for got, value in zip(lse[0, 0].tolist(), expected, strict=True):
-        assert value is None or got == value
-    if not renormalise:
-        assert lse[0, 0].exp().tolist() == pytest.approx([1, 2, 8])
-    for gradient in torch.autograd.grad(z.sum() + lse[torch.isfinite(lse)].sum(), (q, k, v)):
-        assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("score", [20.0, 80.0])
-def test_cut_keys_that_hold_nearly_all_the_mass(score: float) -> None:
-    """Without renormalisation nothing is subtracted: float32 keeps its relative precision."""
-    draws = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 9, 1, 4, generator=draws) for _ in "qkv")
-    q[..., 0], k[..., 0], k[:, 0, 0, 0] = 1.0, 0.0, score
-    narrow, _ = attention(q, k, cut_of([0], renormalise=False)).flash(v, need_lse_grad=False)
-    exact, _ = attention(q.double(), k.double(), cut_of([0], renormalise=False)).flash(
-        v.double(), need_lse_grad=False
-    )
-    kept = exact[0, 1:].abs().amax()
-    assert kept < torch.exp(torch.tensor(12 - score))
-    # eps * |lse| of relative error: 80 * 1.2e-7, and a few roundings of scores.
-    assert (narrow - exact)[0, 1:].abs().amax() <= 5e-5 * kept
 
 
 # In a model.
@@ -239,25 +157,6 @@ def test_auto_stays_flash_and_forms_no_matrix(build: Callable[..., Decoder]) -> 
     ):
         model(tokens)
     assert largest.numel < 600 * 600 / 5
-
-
-def test_what_is_kept_for_a_gradient_grows_like_n(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other query cut, each attended alone: not one copy of the keys for each of them."""
-    monkeypatch.setattr(attend_edited, "GAP", 1)
-    kept = []
-    for length in (64, 128):
-        q, k, v = (torch.ones(2, length, 2, 4).double().requires_grad_() for _ in "qkv")
-        held: dict[int, int] = {}
-
-        def pack(x: Tensor, held: dict[int, int] = held) -> Tensor:
-            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            cut = cut_of([0], slice(1, None, 2))
-            attention(q, k, cut).flash(v, need_lse_grad=True)
-        kept.append(sum(held.values()))
-    assert kept[1] < 2.2 * kept[0]
 
 
 def test_half_precision_accumulates_in_float32(build: Callable[..., Decoder]) -> None:
@@ -425,71 +324,6 @@ def test_gradients_flow_through_values_alone(model: Decoder, tokens: Tensor) -> 
     assert all(grad is None or not grad.any() for grad in grads[:2])
 
 
-# Pattern-preserving ablation.
-
-
-def test_ablating_with_the_pattern_held_spares_what_acts_through_keys() -> None:
-    """The previous-token head of induction-2l serves the keys of later heads and nothing else.
-
-    Full ablation takes the loss on repeats above 3 nats; with patterns held it stays near the base.
-    """
-    model = load("induction-2l")
-    draws = torch.Generator().manual_seed(0)
-    block = torch.stack([torch.randperm(48, generator=draws)[:24] + 1 for _ in range(32)])
-    tokens = torch.cat((torch.zeros(32, 1, dtype=torch.int64), block, block), 1)
-
-    def loss() -> float:
-        with torch.no_grad():
-            return float(model(tokens, return_type="loss_per_token")[:, 25:].mean())
-
-    def without_head_0(z: Tensor) -> Tensor:
-        return torch.cat((torch.zeros_like(z[:, :, :1]), z[:, :, 1:]), 2)
-
-    base = loss()
-    with edited(model, {"blocks.0.attn.hook_z": without_head_0}):
-        full = loss()
-    with pattern_preserving_ablation(model, tokens, [(0, 0)]):
-        preserving = loss()
-    with pattern_preserving_ablation(model, tokens, [(0, 0)], values="mean"):
-        of_mean = loss()
-    with pattern_preserving_ablation(model, tokens, [(1, head) for head in range(4)]):
-        heads_that_copy = loss()
-    assert base < 0.02
-    assert full > 3
-    assert preserving < 0.02
-    assert of_mean < 0.02
-    assert full > 100 * preserving
-    # The control: heads that act through values are not spared.
-    assert heads_that_copy > 3
-
-
-@pytest.mark.parametrize("values", ["zero", "mean"])
-@pytest.mark.parametrize("backend", ["naive", "flash"])
-def test_it_is_forced_patterns_and_an_edit_of_z(
-    model: Decoder, tokens: Tensor, values: str, backend: str
-) -> None:
-    mask = torch.ones(3, 6, dtype=torch.int64)
-    mask[2, :3] = 0
-    patterns = ["blocks.0.attn.hook_pattern", "blocks.1.attn.hook_pattern"]
-    point = "blocks.0.attn.hook_z"
-    _, clean = capture(model, tokens, [*patterns, point], attention_mask=mask, backend="naive")
-    mean = clean[point][mask.bool()].mean(0)
-
-    def ablate(z: Tensor) -> Tensor:
-        ablated = z.clone()
-        for head in (1, 2):
-            ablated[:, :, head] = 0 if values == "zero" else mean[head]
-        return ablated
-
-    forced: dict[str, Any] = {name: lambda _, name=name: clean[name] for name in patterns}
-    with edited(model, forced | {point: ablate}):
-        expected = model(tokens, attention_mask=mask, backend="naive")
-    heads = [(0, 2), (0, 1)]
-    with pattern_preserving_ablation(model, tokens, heads, values=values, attention_mask=mask):
-        got = model(tokens, attention_mask=mask, backend=backend)
-    assert (got - expected).abs().max() < EXACT
-
-
 # Errors, by their words.
 
 
@@ -632,25 +466,3 @@ def test_a_run_that_queries_and_keys_do_not_tell(model_a: Decoder, tokens: Tenso
         with pytest.raises(HookError, match=words), freeze_attention(model_a, tokens):
             pass
         model_a(tokens)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"heads": []}, ShapeError, r"no heads were given; give pairs such as \[\(0, 3\)\]"),
-        ({"heads": [3]}, ShapeError, r"a head is a pair \(layer, head\), got 3"),
-        ({"heads": [(0, 4)]}, ShapeError, "there is no head 4"),
-        ({"heads": [(2, 0)]}, ShapeError, "there is no layer 2"),
-        ({"heads": [(None, 0)]}, ShapeError, "there is no layer None"),
-        ({"values": "men"}, ConfigError, "values must be 'zero' or 'mean', got 'men'; nearest is"),
-    ],
-)
-def test_ablations_that_are_none(
-    model_a: Decoder, tokens: Tensor, given: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with (
-        pytest.raises(error, match=words),
-        pattern_preserving_ablation(model_a, tokens, **({"heads": [(0, 0)]} | given)),
-    ):
-        pass
