@@ -274,11 +274,10 @@ def shortest(value: float) -> float | None:
 
 def _check_parts(value: Mapping[str, Any]) -> None:
     details = value["details"]
-    parts = [("title", value["title"], str), ("details", details, dict)]
-    parts += [(part, value[part], dict) for part in ("coords", "data", "provenance")]
-    parts += [("claims", value["claims"], list)]
-    for name, part, kind in parts:
-        _require_type(name, part, kind)
+    _require_type("title", value["title"], str)
+    _require_type("claims", value["claims"], list)
+    for part in ("details", "coords", "data", "provenance"):
+        _require_type(part, value[part], dict)
     for name, kind in _NEEDED.get(value["kind"], {}).items():
         _require_type(f"details.{name}", details[name], kind)
     for name in _ARRAYS.get(value["kind"], ()):
