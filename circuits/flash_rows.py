@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 # Elements of one product over batch and heads: 4 MiB in float32, which stays in the cache.
 TILE = 2**20
 
-# Pairs of a query and a copy taken at once. Gathering one costs what about a hundred scores of a
-# tile cost, so where more than one pair in 64 matches, all scores are formed instead.
+# Pairs of a query and a copy taken at once. Gathering one costs what about thirty scores of a tile
+# cost, so where more than one pair in 32 matches, all scores are formed instead.
 PAIRS = 4096
-DENSE = 1 / 64
+DENSE = 1 / 32
 
 
 class FlashRows(Rows):
@@ -121,7 +121,9 @@ class FlashRows(Rows):
         own = torch.arange(batch.past, batch.real.shape[1], device=held.device)
 
         def mass(q: Tensor, k: Tensor, lse: Tensor, may: Tensor) -> Tensor:
-            return _weights(scale * (q @ k.mT), lse[..., None], may).sum(-1)
+            # Later keys may lie above the row's lse; of those that are read none does.
+            logs = (scale * q @ k.mT - lse[..., None]).clamp(max=0.0)
+            return (torch.exp(logs) * may).sum(-1)
 
         size = max(64, int((TILE / (len(held) * heads)) ** 0.5))
         parts = []
@@ -131,7 +133,8 @@ class FlashRows(Rows):
                 key_at = torch.arange(cols.start, cols.stop, device=held.device)
                 last = own[rows, None] if following else own[rows, None] - 1
                 may = (asked[:, rows, None] == held[:, None, cols]) & (key_at <= last)
-                given = (q[..., rows, :], k[..., cols, :], lse[..., rows], may[:, None, None])
+                weight = may[:, None, None].to(self.dtype)
+                given = (q[..., rows, :], k[..., cols, :], lse[..., rows], weight)
                 part = part + self._again(mass, *given)
             parts.append(part)
         return torch.cat(parts, -1).flatten(1, 2)

@@ -275,10 +275,6 @@ def _mass(
     return (pattern * targets[:, None]).sum(-1)
 
 
-def _ranks(keys: Sequence[int] | None, batch: TokenBatch) -> Sequence[int]:
-    return range(batch.real.shape[1]) if keys is None else keys
-
-
 def _places(batch: TokenBatch, ranks: Sequence[int]) -> Int[Tensor, "batch n"]:
     """Positions of the real tokens with these numbers in each row, -1 where there is none."""
     given = torch.tensor(list(ranks), device=batch.real.device)

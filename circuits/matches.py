@@ -1,7 +1,7 @@
 """Statistics of repeated tokens: attention to earlier copies, and to what came after them.
 
 Only pairs of a query and an earlier copy of its token are looked at, a few thousand at a time:
-about n^2 / (2 d_vocab) of them on uniformly random tokens. Where more than one pair in 64 matches
+about n^2 / (2 d_vocab) of them on uniformly random tokens. Where more than one pair in 32 matches
 (a small vocabulary, a text of few words) all scores are formed instead, tile by tile, which costs
 about two passes of the fused kernel. Memory stays O(n) either way.
 """
@@ -26,7 +26,9 @@ class DuplicateMass(Statistic):
     """
 
     needs_tokens: ClassVar[bool] = True
-    cost: ClassVar[str] = "d_head products a head and pair of equal tokens; two passes at most"
+    cost: ClassVar[str] = (
+        "d_head products a head and pair of equal tokens; about two passes at most"
+    )
     why_none: ClassVar[str] = "no token recurs in it"
 
     def counted(self, batch: TokenBatch) -> Counted:

@@ -252,7 +252,7 @@ class _Taker:
 
 
 def _distinct(statistics: Statistic | Sequence[Statistic]) -> list[Statistic]:
-    """A list of statistics of different names; own axes of one name must agree."""
+    """A list of statistics of different names."""
     given = [statistics] if isinstance(statistics, Statistic) else list(statistics)
     if not given:
         raise ShapeError("no statistics were given", hint="give some, such as SinkMass()")

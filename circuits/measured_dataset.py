@@ -13,6 +13,8 @@ from headstream.circuits.rows import UniformRows
 from headstream.circuits.statistic import Statistic
 from headstream.circuits.token_batch import TokenBatch
 
+NAMED = 8  # examples that a reason names before it counts
+
 
 def labelled(
     values: Mapping[str, Tensor],
@@ -49,7 +51,8 @@ def labelled(
             for example, column in zip(*(number == 0).nonzero(), strict=True)
         ]
         if without:
-            attrs["not_applicable"] = f"{each.why_none}: {', '.join(without)}"
+            more = [f"and {len(without) - NAMED} more"] if len(without) > NAMED else []
+            attrs["not_applicable"] = f"{each.why_none}: {', '.join(without[:NAMED] + more)}"
         dims = ("layer", "example", "head", *by_query[1:], *own)
         variable = xr.Variable(dims, values[each.name].detach().cpu().numpy(), attrs)
         variables[each.name] = variable.transpose("layer", "head", "example", ...)

@@ -287,6 +287,16 @@ def test_short_sequences_have_no_sink_rate(model_a: Decoder) -> None:
     )
 
 
+def test_a_reason_names_some_and_counts_the_rest(model_a: Decoder) -> None:
+    mask = (torch.arange(12) < 2).long()[None]
+    data = measure_attention(model_a, draw(1, 12), ColumnMass(), attention_mask=mask)
+    assert data["column_mass"].attrs["not_applicable"] == (
+        "it has no such token: "
+        + ", ".join(f"example 0 (key {key})" for key in range(2, 10))
+        + ", and 2 more"
+    )
+
+
 def test_the_dataset_is_labelled(model_r: Decoder) -> None:
     data = measure_attention(
         model_r,
