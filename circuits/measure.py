@@ -78,7 +78,7 @@ def measure_attention(
         >>> from headstream.circuits.masses import SinkMass
         >>> config = DecoderConfig(n_layers=1, n_heads=2, d_model=8, d_head=4, d_vocab=5, n_ctx=9)
         >>> data = measure_attention(Decoder(config), torch.arange(4), [SinkMass()])
-        >>> dict(data["sink_mass_1"].sizes), round(float(data["chance_sink_mass_1"]), 4)
+        >>> dict(data["sink_mass_1"].sizes), round(data["chance_sink_mass_1"].item(), 4)
         ({'layer': 1, 'head': 2, 'example': 1}, 0.3611)
     """
     with torch.no_grad():
