@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ SIZES = {"n_heads": 8, "d_model": 256, "d_head": 32}
 
 def main(parts: Sequence[str]) -> None:
     wanted = parts or ("32768", "131072", "tl", "blocks")
-    print(f"{platform.processor() or platform.machine()}, {cpu_name()}, {THREADS} threads")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformer-lens"))
+    print(f"{cpu_name()}, {THREADS} threads, Python {platform.python_version()}, {versions}")
     print("\n| what | bar | measured |\n|---|---|---|")
     for part in wanted:
         for row in PARTS[part]():
@@ -103,7 +105,7 @@ def part_tl() -> list[tuple[str, str, str]]:
 
 
 def part_blocks() -> list[tuple[str, str, str]]:
-    runs = compare(["fused", "blocks", "block_entropy"], n=4096, layers=1, repeats=3)
+    runs = compare(["fused", "blocks", "block_entropy"], n=4096, layers=1, repeats=6)
     fused = runs["fused"].seconds
     return [
         (
