@@ -1,6 +1,6 @@
 """What measuring every head costs beside the forward pass, in time and memory.
 
-    python benchmarks/bench_measure.py            everything, about 25 minutes on two cores
+    python benchmarks/bench_measure.py            everything, about ten minutes on two cores
     python benchmarks/bench_measure.py 32768 tl   some parts: 32768, 131072, tl, blocks
     THREADS=1 python ...                          two by default
 
