@@ -210,20 +210,20 @@ def bare(n: int, layers: int) -> Callable[[], Any]:
 
 
 def three(n: int, layers: int) -> Callable[[], Any]:
-    from headstream.circuits.masses import Offset, SinkMass
-    from headstream.circuits.matches import InductionMass
-    from headstream.circuits.measure import measure_attention
+    from headstream.circuits.measuring.masses import Offset, SinkMass
+    from headstream.circuits.measuring.matches import InductionMass
+    from headstream.circuits.measuring.measure import measure_attention
 
     model, tokens = ours(n, layers)
     return lambda: measure_attention(model, tokens, [SinkMass(), Offset(1), InductionMass()])
 
 
 def five(n: int, layers: int) -> Callable[[], Any]:
-    from headstream.circuits.masses import Offset, SinkMass
-    from headstream.circuits.matches import InductionMass
-    from headstream.circuits.measure import measure_attention
-    from headstream.circuits.segments import SegmentMass
-    from headstream.circuits.spread import Entropy
+    from headstream.circuits.measuring.masses import Offset, SinkMass
+    from headstream.circuits.measuring.matches import InductionMass
+    from headstream.circuits.measuring.measure import measure_attention
+    from headstream.circuits.measuring.segments import SegmentMass
+    from headstream.circuits.measuring.spread import Entropy
 
     model, tokens = ours(n, layers)
     labels = ["instruction"] * (n // 8) + ["data"] * (n // 2) + ["answer"] * (n - n // 8 - n // 2)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from headstream.circuits.interventions import cut_edges, freeze_attention
-from headstream.circuits.masses import Offset, SinkMass
-from headstream.circuits.matches import InductionMass
-from headstream.circuits.measure import measure_attention
-from headstream.circuits.segments import SegmentMass
-from headstream.circuits.spread import Entropy
+from headstream.circuits.measuring.masses import Offset, SinkMass
+from headstream.circuits.measuring.matches import InductionMass
+from headstream.circuits.measuring.measure import measure_attention
+from headstream.circuits.measuring.segments import SegmentMass
+from headstream.circuits.measuring.spread import Entropy
 from headstream.models.attend_flash import attend_flash, why_not_fused
 from headstream.models.attend_naive import attend_naive
 from headstream.models.config import DecoderConfig

@@ -25,16 +25,16 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from headstream.circuits.copying import copying_score
-from headstream.circuits.flash_rows import FlashRows
 from headstream.circuits.heads import Array, HeadCensus, assemble_census
-from headstream.circuits.masses import Offset, SinkMass
-from headstream.circuits.measure import measure_attention
+from headstream.circuits.measuring.flash_rows import FlashRows
+from headstream.circuits.measuring.masses import Offset, SinkMass
+from headstream.circuits.measuring.measure import measure_attention
+from headstream.circuits.measuring.rows import Rows
+from headstream.circuits.measuring.second_pass import Layer
+from headstream.circuits.measuring.statistic import Counted, Pattern, Statistic, Values
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.circuits.repeats import N_DISTANCES
-from headstream.circuits.rows import Rows
-from headstream.circuits.second_pass import Layer
-from headstream.circuits.statistic import Counted, Pattern, Statistic, Values
 from headstream.circuits.statistics import duplicate_token_targets, prefix_matching_targets
-from headstream.circuits.token_batch import TokenBatch
 from headstream.models.attend_blocks import blocks_of
 from headstream.models.attend_naive import widen
 from headstream.models.errors import ShapeError, TokenError

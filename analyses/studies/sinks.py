@@ -33,8 +33,8 @@ from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.circuits.first_token import cut_another, cut_first, first_token_norms, losses
 from headstream.circuits.labels import LABEL_MARGIN
-from headstream.circuits.masses import SinkMass, SinkRate
-from headstream.circuits.measure import measure_attention
+from headstream.circuits.measuring.masses import SinkMass, SinkRate
+from headstream.circuits.measuring.measure import measure_attention
 from headstream.models.arguments import check_mask
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError

@@ -8,18 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstream.circuits import flash_rows, second_pass
 from headstream.circuits import statistics as census
-from headstream.circuits.flash_rows import FlashRows
-from headstream.circuits.masses import ColumnMass, Offset, SinkImportance, SinkMass, SinkRate
-from headstream.circuits.matches import DuplicateMass, InductionMass
-from headstream.circuits.rows import UniformRows
-from headstream.circuits.second_pass import Layer, carry
-from headstream.circuits.segments import SegmentMass
-from headstream.circuits.shards import RowSummary
-from headstream.circuits.spread import Collision, EffectiveKeys, Entropy, ExpectedDistance
-from headstream.circuits.statistic import LinearStatistic, Statistic
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring import flash_rows, second_pass
+from headstream.circuits.measuring.flash_rows import FlashRows
+from headstream.circuits.measuring.masses import (
+    ColumnMass,
+    Offset,
+    SinkImportance,
+    SinkMass,
+    SinkRate,
+)
+from headstream.circuits.measuring.matches import DuplicateMass, InductionMass
+from headstream.circuits.measuring.rows import UniformRows
+from headstream.circuits.measuring.second_pass import Layer, carry
+from headstream.circuits.measuring.segments import SegmentMass
+from headstream.circuits.measuring.shards import RowSummary
+from headstream.circuits.measuring.spread import Collision, EffectiveKeys, Entropy, ExpectedDistance
+from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.attend_blocks import row_entropy
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import masked_scores, pattern_of, row_lse

@@ -11,7 +11,7 @@ import torch
 from headstream.circuits import long_census as module
 from headstream.circuits.heads import SCORES
 from headstream.circuits.long_census import BlockCopies, draw_long, plan_long, score_long_heads
-from headstream.circuits.measure import measure_attention
+from headstream.circuits.measuring.measure import measure_attention
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError, TokenError

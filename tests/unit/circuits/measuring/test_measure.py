@@ -11,16 +11,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from headstream.circuits.flash_rows import FlashRows
 from headstream.circuits.interventions import cut_edges
-from headstream.circuits.masses import ColumnMass, Offset, SinkImportance, SinkMass, SinkRate
-from headstream.circuits.matches import DuplicateMass, InductionMass
-from headstream.circuits.measure import attention_statistics, measure_attention
-from headstream.circuits.second_pass import Layer
-from headstream.circuits.segments import SegmentMass
-from headstream.circuits.spread import Collision, EffectiveKeys, Entropy, ExpectedDistance
-from headstream.circuits.statistic import LinearStatistic, Statistic
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.flash_rows import FlashRows
+from headstream.circuits.measuring.masses import (
+    ColumnMass,
+    Offset,
+    SinkImportance,
+    SinkMass,
+    SinkRate,
+)
+from headstream.circuits.measuring.matches import DuplicateMass, InductionMass
+from headstream.circuits.measuring.measure import attention_statistics, measure_attention
+from headstream.circuits.measuring.second_pass import Layer
+from headstream.circuits.measuring.segments import SegmentMass
+from headstream.circuits.measuring.spread import Collision, EffectiveKeys, Entropy, ExpectedDistance
+from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import masked_scores, pattern_of, row_lse
 from headstream.models.decoder import Decoder

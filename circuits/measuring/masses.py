@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstream.circuits.rows import Rows
-from headstream.circuits.statistic import Counted, Pattern, Statistic, Values
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.rows import Rows
+from headstream.circuits.measuring.statistic import Counted, Pattern, Statistic, Values
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.errors import ShapeError
 
 # More columns than this and one transposed pass gives all of them for less.

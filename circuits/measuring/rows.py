@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.token_batch import TokenBatch
 
 if TYPE_CHECKING:
-    from headstream.circuits.statistic import LinearStatistic
+    from headstream.circuits.measuring.statistic import LinearStatistic
 
 PerQuery = Float[Tensor, "batch head query_pos"]
 PerColumn = Float[Tensor, "batch head query_pos column"]

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headstream.circuits.rows import PerColumn, PerQuery
-from headstream.circuits.shards import RowSummary
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.rows import PerColumn, PerQuery
+from headstream.circuits.measuring.shards import RowSummary
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.attend_blocks import row_entropy
 from headstream.models.attend_flash import attend_flash, attend_past, why_not_fused
 from headstream.models.attend_naive import widen

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headstream.circuits.rows import Rows
-from headstream.circuits.statistic import Counted, Pattern, Statistic, Values
+from headstream.circuits.measuring.rows import Rows
+from headstream.circuits.measuring.statistic import Counted, Pattern, Statistic, Values
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.circuits.statistics import duplicate_token_targets, prefix_matching_targets
-from headstream.circuits.token_batch import TokenBatch
 
 
 @dataclass(eq=False)

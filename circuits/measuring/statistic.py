@@ -34,8 +34,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstream.circuits.rows import Rows
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.rows import Rows
+from headstream.circuits.measuring.token_batch import TokenBatch
 
 Pattern = Float[Tensor, "batch head query_pos key_pos"]
 # One number a query and head; or several, along the statistic's own axis.

@@ -16,11 +16,11 @@ import xarray as xr
 from torch import Tensor
 from tqdm import tqdm
 
-from headstream.circuits.flash_rows import FlashRows
-from headstream.circuits.measured_dataset import labelled
-from headstream.circuits.second_pass import Layer
-from headstream.circuits.statistic import LinearStatistic, Statistic
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.flash_rows import FlashRows
+from headstream.circuits.measuring.measured_dataset import labelled
+from headstream.circuits.measuring.second_pass import Layer
+from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.arguments import check_backend, check_cache, check_mask
 from headstream.models.errors import BackendError, ShapeError, TokenError
 from headstream.models.hook_point import HookFunction
@@ -75,7 +75,7 @@ def measure_attention(
             `freeze_attention` that are active.
     Example:
         >>> from headstream.models import Decoder, DecoderConfig
-        >>> from headstream.circuits.masses import SinkMass
+        >>> from headstream.circuits.measuring.masses import SinkMass
         >>> config = DecoderConfig(n_layers=1, n_heads=2, d_model=8, d_head=4, d_vocab=5, n_ctx=9)
         >>> data = measure_attention(Decoder(config), torch.arange(4), [SinkMass()])
         >>> dict(data["sink_mass_1"].sizes), round(data["chance_sink_mass_1"].item(), 4)

@@ -9,9 +9,9 @@ from typing import Any
 import xarray as xr
 from torch import Tensor
 
-from headstream.circuits.rows import UniformRows
-from headstream.circuits.statistic import Statistic
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.rows import UniformRows
+from headstream.circuits.measuring.statistic import Statistic
+from headstream.circuits.measuring.token_batch import TokenBatch
 
 NAMED = 8  # examples that a reason names before it counts
 

@@ -9,9 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstream.circuits.rows import Rows
-from headstream.circuits.statistic import Counted, LinearStatistic, Pattern, Statistic, Values
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.rows import Rows
+from headstream.circuits.measuring.statistic import (
+    Counted,
+    LinearStatistic,
+    Pattern,
+    Statistic,
+    Values,
+)
+from headstream.circuits.measuring.token_batch import TokenBatch
 
 # Rows with fewer keys are left out of the normalised entropy: log n_i says little about them.
 FEWEST_KEYS = 8

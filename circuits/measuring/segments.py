@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headstream.circuits.statistic import Counted, LinearStatistic
-from headstream.circuits.token_batch import TokenBatch
+from headstream.circuits.measuring.statistic import Counted, LinearStatistic
+from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.errors import ShapeError
 
 

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from headstream.circuits.rows import PerColumn, PerQuery, Rows
-from headstream.circuits.second_pass import Carried, Layer, carry
+from headstream.circuits.measuring.rows import PerColumn, PerQuery, Rows
+from headstream.circuits.measuring.second_pass import Carried, Layer, carry
 from headstream.models.attend_blocks import blocks_of, visible_blocks
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import widen
 
 if TYPE_CHECKING:
-    from headstream.circuits.statistic import LinearStatistic
+    from headstream.circuits.measuring.statistic import LinearStatistic
 
 # Elements of one product over batch and heads: 4 MiB in float32, which stays in the cache.
 TILE = 2**20
