@@ -2,8 +2,9 @@
 
 Two kernels give the same numbers:
 
-- `fused`: torch's CPU kernel, which also returns the natural log-sum-exp of each row (a plain
-  number: it carries no gradient);
+- `fused`: one of torch's kernels that also return the natural log-sum-exp of each row (a plain
+  number: it carries no gradient). On the CPU that is its flash kernel; on CUDA FlashAttention for
+  half precision without a key mask, the memory-efficient kernel for the rest but float64;
 - `blocks`: the online softmax written out in `attend_blocks`, for everything the kernel refuses.
 
 `auto` takes the fused kernel wherever it is right; `why_not_fused` says in words where it is not.
@@ -111,11 +112,16 @@ def why_not_fused(
     need_lse_grad: bool = False,
 ) -> str | None:
     """The reason why the fused kernel would fail or be wrong here, or None if it is right."""
-    if q.device.type != "cpu":
-        return f"it runs on the CPU and the inputs are on {q.device}"
+    if q.device.type == "cuda":
+        refusal = _why_not_cuda(q)
+        if refusal is not None:
+            return refusal
+    elif q.device.type != "cpu":
+        return f"it runs on the CPU and on CUDA and the inputs are on {q.device}"
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return "an axis is empty, on which the kernel divides by zero"
-    if q.shape[2] != k.shape[2] and torch.__version__ < GROUPED_SINCE:
+    grouped = q.shape[2] != k.shape[2]
+    if grouped and q.device.type == "cpu" and torch.__version__ < GROUPED_SINCE:
         return f"only from torch {GROUPED_SINCE} on is it known to share a key/value head"
     if need_lse_grad:
         return "its log-sum-exp carries no gradient"
@@ -127,6 +133,17 @@ def why_not_fused(
             )
         if key_mask is not None and bool(_nothing_to_read(q.shape[1], key_mask).any()):
             return "a row may read no key, where the kernel's gradient is NaN"
+    return None
+
+
+def _why_not_cuda(q: Float[Tensor, "batch query_pos head d_head"]) -> str | None:
+    """The reason why no CUDA kernel would do, or None."""
+    if torch.version.hip is not None:
+        return "its ROCm kernels were not checked for what they return"
+    if q.dtype == torch.float64:
+        return "no CUDA kernel takes float64"
+    if q.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "its bfloat16 kernels need compute capability 8.0"
     return None
 
 
@@ -165,17 +182,8 @@ def _kernel(
 ) -> tuple[Float[Tensor, "batch query_pos head d_value"], Float[Tensor, "batch head query_pos"]]:
     """One call of torch's kernel with its traps taken out; z in float32 or better."""
     d_value = v.shape[3]
-    # It wants one width for q, k and v: zeros added to a width change no product. Half precision is
-    # widened, because in it the kernel's exp is good to 1e-4 only.
-    width = max(q.shape[3], d_value)
-    query, key, value = (_heads_first(widen(x), width) for x in (q, k, v))
-    bias = None
-    if key_mask is not None:
-        # [batch, 1, 1, key_pos]: broadcast over the queries inside the kernel.
-        bias = query.new_zeros(key_mask.shape).masked_fill(~key_mask, -torch.inf)[:, None, None, :]
-    z, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    call = _call_cuda if q.device.type == "cuda" else _call_cpu
+    z, lse = call(q, k, v, scale=scale, key_mask=key_mask, causal=causal)
     z = z.transpose(1, 2)[..., :d_value]
     if key_mask is not None:
         # A row that may read nothing comes back as lse = 0, as if that were a value; its z = 0 is
@@ -184,6 +192,57 @@ def _kernel(
         z = z.masked_fill(empty[:, :, None, None], 0.0)
         lse = lse.masked_fill(empty[:, None, :], -torch.inf)
     return z, lse
+
+
+def _call_cpu(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """z [batch, head, query_pos, width] and lse [batch, head, query_pos]."""
+    # It wants one width for q, k and v: zeros added to a width change no product. Half precision is
+    # widened, because in it the kernel's exp is good to 1e-4 only.
+    width = max(q.shape[3], v.shape[3])
+    query, key, value = (_heads_first(widen(x), width) for x in (q, k, v))
+    bias = None
+    if key_mask is not None:
+        # [batch, 1, 1, key_pos]: broadcast over the queries inside the kernel.
+        bias = query.new_zeros(key_mask.shape).masked_fill(~key_mask, -torch.inf)[:, None, None, :]
+    z, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return z, lse
+
+
+def _call_cuda(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same on CUDA. Half precision stays as it is: these kernels sum it in float32."""
+    if q.dtype != v.dtype or k.dtype != v.dtype:
+        # Float32 values beside half queries, as the entropy asks for: one dtype for all three.
+        q, k, v = widen(q), widen(k), widen(v)
+    # Rows of 16 bytes: widths of 8 serve every dtype. The kernels' causal mask starts at the first
+    # key, or at the last query, by version: they are called with as many of one as of the other.
+    group = q.shape[2] // k.shape[2]
+    width = -(-max(q.shape[3], v.shape[3]) // 8) * 8
+    query = _heads_first(q, width).contiguous()
+    key, value = (_heads_first(x.repeat_interleave(group, 2), width).contiguous() for x in (k, v))
+    capable = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if key_mask is None and q.dtype != torch.float32 and width <= 256 and capable:
+        z, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return z, lse
+    bias = None
+    if key_mask is not None:
+        # A view over heads and queries of one padded row: the kernel reads it 16 bytes at a time.
+        batch, key_pos = key_mask.shape
+        row = query.new_zeros(batch, -(-key_pos // 8) * 8)
+        row[:, :key_pos].masked_fill_(~key_mask, -torch.inf)
+        bias = row[:, None, None, :key_pos].expand(batch, query.shape[1], query.shape[2], key_pos)
+    z, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )
+    # It comes padded to a multiple of 32 queries.
+    return z, lse[..., : query.shape[2]]
 
 
 def _heads_first(

@@ -8,7 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headstream.models.attend_blocks import attend_blocks, blocks_of, merge, visible_blocks
-from headstream.models.attend_flash import attend_flash, attend_past, why_not_fused
+from headstream.models.attend_flash import (
+    _call_cuda,
+    _why_not_cuda,
+    attend_flash,
+    attend_past,
+    why_not_fused,
+)
 from headstream.models.attend_naive import attend_naive
 from headstream.models.errors import BackendError, ShapeError
 
@@ -177,10 +183,77 @@ def test_fused_says_why_it_refuses_and_auto_goes_on_with_blocks(shape, options, 
 
 def test_fused_refuses_other_devices_and_releases_that_do_not_share_heads(monkeypatch):
     on_meta = tuple(x.to("meta") for x in random_qkv())
-    assert why_not_fused(*on_meta) == "it runs on the CPU and the inputs are on meta"
+    assert why_not_fused(*on_meta) == ("it runs on the CPU and on CUDA and the inputs are on meta")
     monkeypatch.setattr("headstream.models.attend_flash.GROUPED_SINCE", "99.0")
     assert "only from torch 99.0 on" in (why_not_fused(*random_qkv()) or "")
     assert why_not_fused(*random_qkv(kv_heads=4)) is None
+
+
+def stand_in(q, k, v, *, mask, causal, scale):
+    """What a CUDA kernel computes, refusing the inputs that one refuses."""
+    assert q.dtype == k.dtype == v.dtype
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    assert q.shape[3] == k.shape[3] == v.shape[3]
+    assert q.shape[3] % 8 == 0
+    assert q.is_contiguous()
+    assert not causal or q.shape[2] == k.shape[2]
+    scores = scale * q.float() @ k.float().mT
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).bool().triu(1), NINF)
+    if mask is not None:
+        assert mask.shape == scores.shape
+        assert mask.stride(0) % 8 == 0
+        scores = scores + mask.float()
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def stand_in_flash(q, k, v, dropout, causal, debug, *, scale):
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[3] <= 256
+    z, lse = stand_in(q, k, v, mask=None, causal=causal, scale=scale)
+    return z, lse, None, None
+
+
+def stand_in_efficient(q, k, v, mask, with_lse, dropout, causal, *, scale):
+    assert with_lse
+    z, lse = stand_in(q, k, v, mask=mask, causal=causal, scale=scale)
+    # Padded to a multiple of 32 queries, with numbers that must not be read.
+    return z, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "shape", [{}, {"d_head": 5, "d_value": 11}, {"query_pos": 2}, {"query_pos": 1}]
+)
+def test_the_cuda_calls_prepare_what_the_kernels_want(monkeypatch, dtype, masked, shape):
+    """No GPU here: stand-ins with the kernels' signatures and conditions take the calls."""
+    monkeypatch.setattr("headstream.models.attend_flash._call_cpu", _call_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", stand_in_flash)
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_efficient_attention", stand_in_efficient
+    )
+    q, k, v = (x.to(dtype) for x in random_qkv(**shape))
+    mask = MASK_LEFT if masked else None
+    for values in (v, v.float()):
+        z, lse = attend_flash(q, k, values, scale=0.4, key_mask=mask, kernel="fused")
+        expected, expected_lse = attend_naive(q, k, values, scale=0.4, key_mask=mask)
+        assert z.dtype == values.dtype
+        # bfloat16 rounds to 8 bits: z of size 1 is off by up to 2^-8, and so is what it sums.
+        bound = 2e-2 if z.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(z, expected, rtol=0, atol=bound)
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
+
+
+def test_what_no_cuda_kernel_takes_is_named(monkeypatch):
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
+    assert _why_not_cuda(q) == "no CUDA kernel takes float64"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0" in (_why_not_cuda(q.bfloat16()) or "")
+    assert _why_not_cuda(q.half()) is None
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "ROCm" in (_why_not_cuda(q.half()) or "")
 
 
 def test_without_gradients_fused_takes_padding_and_a_cache():
