@@ -125,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed, not raised."""
-    from headstream import commands  # noqa: F401  registers them
+    # Importing a command registers it.
+    from headstream.commands import audit, heads, models, report, sinks, train  # noqa: F401
 
     parsed: dict[str, Options] = {}
     try:

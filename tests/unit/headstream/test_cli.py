@@ -332,12 +332,10 @@ def test_a_card_that_is_no_object(folder: Path, capsys: Captured) -> None:
 def test_a_place_that_cannot_be_written_is_known_before_the_study(
     where: list[str], tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstream import commands
-
     def too_late(*_: object) -> None:
         raise AssertionError("a model was loaded first")
 
-    monkeypatch.setattr(commands, "_load", too_late)
+    monkeypatch.setattr("headstream.models.store.load", too_late)
     monkeypatch.setattr("headstream.models.zoo.training.train", too_late)
     monkeypatch.chdir(tmp_path)
     assert run(where) == 3
@@ -349,12 +347,10 @@ def test_a_place_that_cannot_be_written_is_known_before_the_study(
 def test_what_the_system_refuses_later_is_one_line(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstream import commands
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "/x/y")
 
-    monkeypatch.setattr(commands, "_load", full)
+    monkeypatch.setattr("headstream.models.store.load", full)
     assert run(["heads", "constructed-induction"]) == 3
     assert capsys.readouterr().err == "headstream: '/x/y': No space left on device\n"
     with pytest.raises(OSError, match="No space left"):

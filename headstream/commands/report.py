@@ -1,0 +1,178 @@
+"""headstream report: studies and saved results as one HTML file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headstream.cli import Model, Options, Output, cli, common
+from headstream.commands.shared import load_model, require_room, require_writable
+from headstream.console import answer
+
+if TYPE_CHECKING:
+    from headstream.analyses.result import Result
+
+
+@cli.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option(
+    "-o",
+    "--output",
+    type=Output(stdout=True),
+    required=True,
+    metavar="FILE",
+    help="HTML file, or - for stdout.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--title", help="Heading of the report.")
+@click.option(
+    "-n",
+    "n_pairs",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Prompt pairs of a zoo task.",
+)
+@click.option(
+    "--pairs",
+    type=click.Path(exists=True, dir_okay=False),
+    help='Your own pairs: lines of {"clean", "corrupted", "answer", "wrong"}.',
+)
+@click.option(
+    "--results",
+    type=click.Path(file_okay=False),
+    help="Also save each result in this folder, to render again without the model.",
+)
+@common
+def report(
+    options: Options,
+    targets: tuple[str, ...],
+    output: str,
+    force: bool,
+    title: str | None,
+    n_pairs: int,
+    pairs: str | None,
+    results: str | None,
+) -> int:
+    """Study TARGET and write one self-contained HTML file.
+
+    A TARGET that is a model (a zoo name or a folder) gets the standard study: audit, patching on
+    the task it was trained for, head census, direct writes. A saved result (a .json file, or a
+    folder of them) is rendered as it is, without the model.
+    """
+    if output == "-" and options.as_json:
+        raise click.UsageError("-o - and --json both claim stdout; give one of them")
+    if output != "-":
+        require_writable(Path(output), force)
+    if results is not None:
+        if not results:
+            raise click.UsageError("the folder of --results is empty: name one")
+        require_room(Path(results))
+    saved, fresh = _sort_targets(targets)
+    if pairs is not None and not fresh:
+        raise click.UsageError("--pairs needs a model among the targets, got saved results only")
+    from headstream.analyses.result import load_result
+    from headstream.reports.write import render_report, write_report
+
+    found: list[Result] = [load_result(path) for path in saved]
+    for name in fresh:
+        found += _study(options, name, n_pairs, pairs)
+    if results is not None:
+        _save_all(found, Path(results))
+    failed = any(claim.evidence == "FAILED" for result in found for claim in result.claims)
+    if output == "-":
+        click.echo(render_report(found, title=title), nl=False)
+        return int(failed)
+    path = write_report(found, output, title=title)
+    body = path.read_bytes()
+    digest = hashlib.sha256(body).hexdigest()
+    value = {
+        "path": str(path),
+        "bytes": len(body),
+        "sha256": digest,
+        "findings": [result.summary() for result in found],
+        "failed": failed,
+    }
+    lines = [result.summary() for result in found if result.kind == "patching"][:1]
+    lines.append(f"{path}  {len(body):,} bytes  sha256 {digest}")
+    answer(value, "\n".join(lines), as_json=options.as_json)
+    return int(failed)
+
+
+def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list[Result]:
+    from headstream.analyses.patching.task import Task
+    from headstream.analyses.standard import standard_study
+
+    model = load_model(name)
+    task = None
+    if pairs is not None:
+        # Without a wrong answer there is nothing to take a difference to.
+        metric = "logit_difference" if _names_wrong(Path(pairs)) else "log_prob"
+        task = Task.from_jsonl(pairs, model, metric=metric)
+        if metric == "log_prob" and options.progress:
+            click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
+    words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
+    if pairs is not None:
+        words += ["--pairs", Path(pairs).name]
+    return standard_study(
+        model,
+        task=task,
+        n=n_pairs,
+        seed=options.seed,
+        progress=options.progress,
+        command=shlex.join([*words, "-o", "report.html"]),
+    )
+
+
+def _names_wrong(pairs: Path) -> bool:
+    """Whether any line gives `wrong`; lines that are damaged are left to who reads them."""
+    try:
+        lines = pairs.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return True
+    for line in lines:
+        try:
+            pair = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(pair, dict) and "wrong" in pair:
+            return True
+    return False
+
+
+def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:
+    """Saved results (files, or the .json files of a folder) and models, before anything is run."""
+    saved: list[Path] = []
+    fresh: list[str] = []
+    for target in targets:
+        if not target:
+            raise click.UsageError("a target is empty; name a model or a saved result")
+        path = Path(target)
+        if path.is_file():
+            saved.append(path)
+        elif path.is_dir() and not (path / "config.json").is_file():
+            inside = sorted(path.glob("*.json"))
+            if not inside:
+                raise click.UsageError(f"folder '{target}' holds no model and no saved results")
+            saved += inside
+        else:
+            fresh.append(Model().convert(target, None, None))
+    # A folder by whatever path; a zoo name stays the name it is.
+    given = [os.path.realpath(path) for path in saved]
+    given += [os.path.realpath(name) if Path(name).is_dir() else name for name in fresh]
+    twice = [name for index, name in enumerate(given) if name in given[:index]]
+    if twice:
+        raise click.UsageError(f"target '{twice[0]}' is given twice")
+    return saved, fresh
+
+
+def _save_all(found: list[Result], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, result in enumerate(found):
+        result.save(folder / f"{index:02}-{result.kind}.json")
