@@ -11,14 +11,13 @@ sheet, so that light, dark and print need one source each. Two habits keep it ho
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headstream.models.errors import ResultError
+from headstream.reports.packing import pack
 from headstream.reports.tokens import for_plotly
 
 TRACE_TYPES = frozenset({"heatmap", "bar", "scatter", "histogram", "box", "violin"})
@@ -32,7 +31,7 @@ class Library:
 
     Attributes:
         text: the script.
-        packed: gzipped and in base64, for a data block that the page unpacks.
+        packed: as `packing.pack` packs it, for a data block that the page unpacks.
         version: of plotly.js.
     """
 
@@ -47,8 +46,7 @@ def library() -> Library:
     from plotly import offline
 
     text = offline.get_plotlyjs()
-    packed = gzip.compress(text.encode("utf-8"), compresslevel=9, mtime=0)
-    return Library(text, base64.b64encode(packed).decode("ascii"), offline.get_plotlyjs_version())
+    return Library(text, pack(text), offline.get_plotlyjs_version())
 
 
 @dataclass(frozen=True)
