@@ -222,16 +222,27 @@ def test_twin_holds_every_result_and_its_hash_is_shown(root, results) -> None:
 
 def test_what_results_share_stands_once(root, samples) -> None:
     value = json.loads(root.by_id("headstream-result").text)
-    assert {kind: len(items) for kind, items in value["shared"].items()} == {
-        "prompts": 1,
-        "provenance": 1,
-    }
+    assert len(value["shared"]["prompts"]) == len(value["shared"]["provenance"]) == 1
+    assert set(value["shared"]["prompts"][0]) == {"vocabulary", "columns"}
     assert all(item["provenance"] == {"shared": 0} for item in value["results"])
     pointers = [item["details"].get("prompts") for item in value["results"]]
     assert [p for p in pointers if p] == [{"shared": 0}] * 3
     other = samples.patching(prompts=[samples.prompt(new=" Ann")])
     twin = json.loads(Twin.of("t", [samples.patching(), other, samples.patching()]).text)
     assert [item["details"]["prompts"]["shared"] for item in twin["results"]] == [0, 1, 0]
+
+
+def test_an_array_that_occurs_again_stands_once(samples) -> None:
+    results = [samples.patching(), samples.patching(direction="noise")]
+    value = json.loads(Twin.of("t", results).text)
+    data = [item["data"] for item in value["results"]]
+    assert data[0]["clean"] == data[1]["clean"]
+    shared = value["shared"]["arrays"][data[0]["clean"]["shared"]]
+    assert shared == results[0].to_json()["data"]["clean"]
+    assert data[0]["mean"]["dims"] == data[1]["mean"]["dims"] == ["layer", "head"]
+    assert len({json.dumps(array) for array in value["shared"]["arrays"]}) == len(
+        value["shared"]["arrays"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,6 +254,13 @@ def test_what_results_share_stands_once(root, samples) -> None:
             "result 1 of a report points to prompts that are missing",
         ),
         (lambda v: v.update(shared={}), "result 1 of a report points to provenance that are"),
+        (lambda v: v.update(shared=3), "the data of the report is damaged"),
+        (lambda v: v.pop("results"), "the data of the report is damaged: KeyError"),
+        (lambda v: v.update(results=[None]), "result 1 of a report is not a headstream result"),
+        (
+            lambda v: v["shared"]["prompts"][0]["vocabulary"].clear(),
+            "the data of the report is damaged: KeyError",
+        ),
         (lambda v: v["results"][0].update(kind="x"), "result 1 of a report is of unknown kind"),
     ],
 )
