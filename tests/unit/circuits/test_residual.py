@@ -1,5 +1,6 @@
 """Writes sum to the stream, attributions to the logit, over every kind of decoder."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor
 
 from headstream.circuits import residual
-from headstream.circuits.attribution import FROZEN, NO_NORM
+from headstream.circuits.attribution import FROZEN, NO_NORM, OWN
 from headstream.circuits.residual import decompose_residual
+from headstream.circuits.writes import HeadWrites, PlainWrite
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ExactnessError, HookError, ShapeError, TokenError
+from headstream.models.errors import ConfigError, ExactnessError, HookError, ShapeError, TokenError
 from headstream.models.hooks import capture
 from headstream.models.zoo.constructed import constructed_induction
 
@@ -190,36 +192,38 @@ def test_one_row_of_tokens_is_one_example() -> None:
     assert found.writes.sizes["example"] == 1
 
 
-def test_what_breaks_the_sum_is_an_error_that_says_where() -> None:
-    model = decoder()
+def forgetful(label: str, by: float = 0.0) -> Any:
+    """`write_groups`, with the write of one label multiplied by `by`."""
+    collect = residual.write_groups
 
-    def add(tensor: Tensor, hook: Any) -> Tensor:
-        edited = tensor.clone()
-        edited[1, 4, 7] += 0.5
-        return edited
+    def without(*args: Any, **kwargs: Any) -> Any:
+        for group in collect(*args, **kwargs):
+            if group.labels == [label]:
+                assert isinstance(group, PlainWrite)
+                yield dataclasses.replace(group, value=group.value * by)
+            else:
+                yield group
 
-    with (
-        model.hooks(fwd_hooks=[("blocks.0.hook_attn_out", add)]),
-        pytest.raises(
-            ExactnessError,
-            match=r"do not sum to 'blocks.0.hook_resid_post': largest error 5.0e-01 at example 1, "
-            r"pos 4, channel 7; the bound is .*detach it",
-        ),
-    ):
-        decompose_residual(model, prompts(), at="blocks.0.hook_resid_post")
+    return without
 
 
 def test_a_forgotten_bias_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    collect = residual.collect_writes
+    model = decoder(**KINDS["everything"])
+    size = model.b_O[1].detach().abs()
+    channel, largest = int(size.argmax()), float(size.max())
+    monkeypatch.setattr(residual, "write_groups", forgetful("L1bO"))
+    with pytest.raises(
+        ExactnessError,
+        match=rf"do not sum to 'blocks.1.hook_resid_post': largest error {largest:.1e} at example "
+        rf"\d, pos \d, channel {channel}; the bound is \d.\de-1\d",
+    ):
+        decompose_residual(model, prompts())
 
-    def without(*args: Any, **kwargs: Any) -> Any:
-        writes = collect(*args, **kwargs)
-        writes.values[writes.labels.index("L1bO")] = 0
-        return writes
 
-    monkeypatch.setattr(residual, "collect_writes", without)
-    with pytest.raises(ExactnessError, match="do not sum"):
-        decompose_residual(decoder(**KINDS["everything"]), prompts())
+def test_an_error_of_the_size_of_rounding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "write_groups", forgetful("L1bO", 1 + 2**-52))
+    found = decompose_residual(decoder(**KINDS["everything"]), prompts())
+    assert found.largest_error > 0
 
 
 def test_not_a_number_is_no_sum() -> None:
@@ -230,14 +234,38 @@ def test_not_a_number_is_no_sum() -> None:
         decompose_residual(model, prompts())
 
 
-def test_nothing_is_shared_with_the_model() -> None:
+def test_changed_weights_are_noticed_and_what_was_formed_stays() -> None:
     model = decoder(**KINDS["everything"])
     found = decompose_residual(model, prompts())
-    before = found.logit_attribution(1, 2).values.copy()
+    formed, stream = found.writes, found.stream.values.copy()
+    before = formed.values.copy()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    np.testing.assert_array_equal(found.logit_attribution(1, 2), before)
+    np.testing.assert_array_equal(found.writes, before)
+    np.testing.assert_array_equal(found.stream, stream)
+    with pytest.raises(ExactnessError, match=r"'unembed.W_U' was changed after the run .*again"):
+        found.logit_attribution(1, 2)
+    with pytest.raises(ExactnessError, match=r"'blocks.0.attn.W_O' was changed after the run"):
+        found.layer_writes(0)
+
+
+def test_casting_the_model_leaves_the_run_as_it_was() -> None:
+    model = decoder(**KINDS["everything"])
+    found = decompose_residual(model, prompts())
+    before = found.logit_attribution(1, 2)
+    model.to(torch.bfloat16)
+    assert found.logit_attribution(1, 2).identical(before)
+
+
+def test_inference_mode_counts_no_versions_so_weights_are_copied() -> None:
+    with torch.inference_mode():
+        model = decoder(**KINDS["everything"])
+        found = decompose_residual(model, prompts())
+        before = found.logit_attribution(1, 2)
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert found.logit_attribution(1, 2).identical(before)
 
 
 def test_streams_that_do_not_exist() -> None:
@@ -268,9 +296,15 @@ def test_tokens_and_positions_that_do_not_exist() -> None:
 
 
 def test_too_many_writes_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual, "_LIMIT", 1000)
-    with pytest.raises(ShapeError, match=r"take [\d,]+ bytes, over the limit of 1,000; decompose"):
-        decompose_residual(decoder(), prompts())
+    found = decompose_residual(decoder(), prompts())
+    layer = found.layer_writes(1)
+    monkeypatch.setattr(residual, "_LIMIT", layer.nbytes)
+    with pytest.raises(
+        ShapeError, match=r"^10 writes for \[3, 6\] .*take 17,280 bytes, over the limit of 6,912; "
+    ):
+        _ = found.writes
+    assert found.layer_writes(1).identical(layer)  # what fits is formed
+    assert found.logit_attribution(1, 2).sizes["component"] == 11
 
 
 def test_prints_as_a_line() -> None:
@@ -278,3 +312,100 @@ def test_prints_as_a_line() -> None:
     assert words.startswith(
         "<10 writes to 'blocks.1.hook_resid_post', 3 examples x 6 positions; largest error"
     )
+
+
+# Forms of the attribution.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_position_at_once(kind: str) -> None:
+    found = decompose_residual(decoder(**KINDS[kind]), prompts())
+    everywhere = found.logit_attribution([1, 8, 3], [0, 2, 3], pos=None)
+    assert everywhere.dims == ("component", "example", "pos")
+    for pos in range(6):
+        one = found.logit_attribution([1, 8, 3], [0, 2, 3], pos=pos)
+        np.testing.assert_allclose(everywhere[..., pos], one, rtol=0, atol=1e-13)
+
+
+def test_neurons_are_attributed_as_their_writes_are() -> None:
+    model = decoder(**KINDS["no norm"] | {"d_mlp": 10})
+    found = decompose_residual(model, prompts(), per_neuron=True)
+    direction = (model.W_U[:, 1] - model.W_U[:, 2]).detach().numpy()
+    expected = found.writes.values @ direction
+    ours = found.logit_attribution(1, 2, pos=None)[: len(expected)]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-13)
+
+
+def test_sums_by_layer_and_sublayer() -> None:
+    found = decompose_residual(decoder(**KINDS["everything"]), prompts())
+    each = found.logit_attribution(1, 2)
+    sublayers = found.logit_attribution(1, 2, by="sublayer")
+    layers = found.logit_attribution(1, 2, by="layer")
+    ends = ["ln_final.b", "b_U"]
+    names = ["L0attn_out", "L0mlp_out", "L1attn_out", "L1mlp_out"]
+    assert sublayers["component"].values.tolist() == ["embed", "pos_embed", *names, *ends]
+    assert layers["component"].values.tolist() == ["embed", "pos_embed", "L0", "L1", *ends]
+    mlp = each.sel(component=["L1MLP", "L1bout"]).sum("component")
+    np.testing.assert_allclose(sublayers.sel(component="L1mlp_out"), mlp, rtol=0, atol=1e-13)
+    parts = [c for c in each["component"].values if c.startswith("L1")]
+    whole = each.sel(component=parts).sum("component")
+    np.testing.assert_allclose(layers.sel(component="L1"), whole, rtol=0, atol=1e-13)
+    for form in (sublayers, layers):
+        np.testing.assert_allclose(form.sum("component"), each.sum("component"), atol=1e-12)
+    with pytest.raises(ConfigError, match=r"by must be one of .*, got 'layers'; nearest is 'layer"):
+        found.logit_attribution(1, by="layers")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", ["frozen", "own"])
+def test_accumulated_logits_end_at_the_model(kind: str, scale: str) -> None:
+    model = decoder(**KINDS[kind])
+    with torch.no_grad():
+        logits = model(prompts()).numpy()
+    found = decompose_residual(model, prompts())
+    after = found.accumulated_logits(1, 2, pos=None, scale=scale)
+    np.testing.assert_allclose(after[-1], logits[..., 1] - logits[..., 2], rtol=0, atol=1e-12)
+    assert after["component"].values.tolist() == found.components
+    one = found.accumulated_logits(1, 2, pos=4, scale=scale)
+    np.testing.assert_allclose(after[..., 4], one, rtol=0, atol=1e-13)
+
+
+def test_accumulated_logits_by_hand() -> None:
+    """After L0H1: frozen steps are attributions; own is the final norm on the partial stream."""
+    model = decoder(**KINDS["everything"])
+    found = decompose_residual(model, prompts())
+    frozen = found.accumulated_logits(3)
+    steps = found.logit_attribution(3)[: len(frozen)]
+    np.testing.assert_allclose(frozen.diff("component"), steps[1:], rtol=0, atol=1e-12)
+    own = found.accumulated_logits(3, scale="own")
+    partial = torch.tensor(found.writes.cumsum("component").sel(component="L0H1").values)
+    with torch.no_grad():
+        expected = (model.ln_final(partial) @ model.W_U + model.b_U)[:, -1, 3].numpy()
+    np.testing.assert_allclose(own.sel(component="L0H1"), expected, rtol=0, atol=1e-12)
+    assert abs(own - frozen).sel(component="L0H1").max() > 0.1
+    assert (frozen.attrs["norm"], own.attrs["norm"]) == (FROZEN, OWN)
+    with pytest.raises(ConfigError, match="scale must be 'own' or 'frozen', got 'fozen'; nearest"):
+        found.accumulated_logits(3, scale="fozen")
+
+
+def test_a_layer_and_the_norms_of_writes() -> None:
+    found = decompose_residual(decoder(**KINDS["everything"]), prompts(), per_neuron=True)
+    assert found.layer_writes(None)["component"].values.tolist() == ["embed", "pos_embed"]
+    layer = found.layer_writes(1)
+    assert layer.identical(found.writes.sel(component=layer["component"].values))
+    norms = found.write_norms()
+    assert norms["component"].values.tolist() == found.components
+    np.testing.assert_allclose(norms, np.linalg.norm(found.writes.values, axis=-1), atol=1e-13)
+    with pytest.raises(ShapeError, match=r"no writes of layer 2 to .*layers 0 to 1; None gives"):
+        found.layer_writes(2)
+
+
+def test_what_is_kept_does_not_grow_with_the_heads() -> None:
+    """z is d_model wide here, the writes are four times that; W_O is not copied."""
+    model = decoder(d_head=3)
+    found = decompose_residual(model, prompts())
+    heads = [group for group in found.groups if isinstance(group, HeadWrites)]
+    assert [group.z.shape for group in heads] == [(3, 6, 4, 3)] * 2
+    assert heads[0].W_O.value.data_ptr() == model.blocks[0].attn.W_O.data_ptr()
+    assert "writes" not in vars(found)
+    assert found.writes is found.writes
