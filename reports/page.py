@@ -31,6 +31,7 @@ from headstream.reports.blocks import Figure, Fold, Section
 from headstream.reports.closing import data
 from headstream.reports.figures import library
 from headstream.reports.headline import headline
+from headstream.reports.packing import pack
 from headstream.reports.sections import sections
 from headstream.reports.study import Study
 from headstream.reports.twin import SCHEMA, Twin, results_in, script_json
@@ -91,13 +92,13 @@ def _render(study: Study, twin: Twin) -> str:
             title=study.title,
             headline=headline(study),
             sections=parts,
-            figures=[(figure, Markup(script_json(figure.spec))) for figure in figures],
             meanings=_MEANINGS,
             run=twin.run,
             policy=policy(drawing.text, script),
             style=Markup(_style(figures)),
             script=Markup(script),
             packed=Markup(drawing.packed) if figures else Markup(""),
+            figures=Markup(_packed(figures)) if figures else Markup(""),
             twin=Markup(twin.text),
         )
     )
@@ -128,6 +129,14 @@ def _figures(parts: Sequence[Section]) -> Iterator[Figure]:
             yield block
         elif isinstance(block, Fold):
             stack += reversed(block.blocks)
+
+
+def _packed(figures: Sequence[Figure]) -> str:
+    """What the page's script draws, by the id of the figure.
+
+    All of it follows from the twin and stands in the tables too, so it need not be read here.
+    """
+    return pack(script_json({figure.id: figure.spec for figure in figures}))
 
 
 def _style(figures: Sequence[Figure]) -> str:

@@ -101,15 +101,20 @@
     return new Uint8Array(view.buffer, 0, Math.floor(4 * text.length / 5));
   };
 
-  /* The library: unpacked once, when the first figure comes near, and run as an inline script
-     whose hash the page's policy allows. */
+  const unpacked = (id) => {
+    const stream = new Blob([bytesOf(byId(id).textContent)]).stream();
+    return new Response(stream.pipeThrough(new DecompressionStream("gzip"))).text();
+  };
+
+  /* The figures' data and the library: unpacked once, when the first figure comes near; the library
+     runs as an inline script whose hash the page's policy allows. */
+  let specs = null;
   let library = null;
   const load = () => {
     library ??= (async () => {
-      const packed = new Blob([bytesOf(byId("plotly-packed").textContent)]);
-      const stream = packed.stream().pipeThrough(new DecompressionStream("gzip"));
+      specs = JSON.parse(await unpacked("figures-packed"));
       const script = document.createElement("script");
-      script.textContent = await new Response(stream).text();
+      script.textContent = await unpacked("plotly-packed");
       document.head.append(script);
       if (!window.Plotly) throw new Error("the drawing library did not start");
     })();
@@ -135,7 +140,7 @@
   const draw = (plot) => {
     if (plot.dataset.drawn) return;
     plot.dataset.drawn = "drawing";
-    plot.headstreamSpec = JSON.parse(byId(plot.id + "-data").textContent);
+    plot.headstreamSpec = specs[plot.id];
     const { data, layout } = painted(plot.headstreamSpec);
     Plotly.newPlot(plot, data, layout, config(plot)).then(() => {
       name(plot);

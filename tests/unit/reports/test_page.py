@@ -19,6 +19,7 @@ from headstream.analyses.result import load_result, result_from_json
 from headstream.models.errors import ResultError
 from headstream.reports import sections
 from headstream.reports.figures import library
+from headstream.reports.packing import unpack
 from headstream.reports.page import render_report
 from headstream.reports.tokens import prose, visible
 from headstream.reports.twin import Twin, results_in, script_json
@@ -140,23 +141,24 @@ def test_library_is_there_once_and_whole(root, text) -> None:
 
 def test_library_is_left_out_of_a_page_without_figures(samples, parse) -> None:
     root = parse(render_report([samples.audit()]))
-    assert root.by_id("plotly-packed").text == ""
+    assert root.by_id("plotly-packed").text == root.by_id("figures-packed").text == ""
 
 
 def test_every_figure_has_its_numbers_its_words_and_its_room(root) -> None:
     figures = root.find("figure")
     assert len(figures) == 6
     style = root.find("style")[0].text
+    specs = json.loads(unpack(root.by_id("figures-packed").text))
     for figure in figures:
         (plot,) = figure.find("div", class_="plot")
         name = plot.attributes["id"]
-        spec = json.loads(root.by_id(f"{name}-data").text)
-        assert set(spec) == {"data", "layout"}
+        assert set(specs.pop(name)) == {"data", "layout"}
         assert plot.attributes["role"] == "group"
         assert len(plot.attributes["aria-label"]) > 40
         (caption,) = figure.find("figcaption")
         assert caption.text.strip()
         assert re.search(rf"#{name}{{height:\d+px;max-width:\d+px}}", style)
+    assert not specs
 
 
 def test_tables_have_captions_and_headings(root) -> None:
@@ -361,7 +363,7 @@ def test_hostile_tokens_are_shown_as_they_are(samples, poison, parse) -> None:
     strip = root.by_id("prompts").find("table", class_="strip")[0]
     shown = [span.text for span in strip.find("span", class_="token")]
     assert shown[:6] == [visible(token) for token in tokens]
-    spec = json.loads(root.by_id("figure-patching-1-data").text)
+    spec = json.loads(unpack(root.by_id("figures-packed").text))["figure-patching-1"]
     ticks = spec["layout"]["xaxis"]["ticktext"]
     assert len(ticks) == len(set(ticks)) == 6
     for index, tick in enumerate(ticks):
