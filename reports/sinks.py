@@ -138,16 +138,20 @@ def _map(item: Item) -> Figure:
 
 def _table(item: Item) -> Table:
     data, details = item.result.data, item.details
-    n = details["n"]
+    n, cuts = details["n"], [str(cut) for cut in data["cut"].values.tolist()]
     columns = (
         Column("head"),
         Column("mass", f"chance {formats.short(details['chance'])}", numeric=True),
         Column("rate", f"eps = {details['eps']:g}, T = {details['T']}", numeric=True),
         Column("drain", "value; as written", numeric=True),
-        Column("cut, dropped", "nats, 95% interval", numeric=True),
-        Column("", "control"),
-        Column("cut, redistributed", "nats, 95% interval", numeric=True),
-        Column("", "control"),
+        *(
+            column
+            for cut in cuts
+            for column in (
+                Column(f"cut, {cut}", "nats, 95% interval", numeric=True),
+                Column("evidence", f"control, {cut}"),
+            )
+        ),
     )
     rows = []
     for layer in data["layer"].values.tolist():
@@ -166,16 +170,14 @@ def _table(item: Item) -> Table:
                         note=formats.short(written),
                         value=drain if math.isfinite(drain) else None,
                     ),
-                    *_cut_cells(at.sel(cut="dropped"), "effect"),
-                    *_cut_cells(at.sel(cut="redistributed"), "effect"),
+                    *(cell for cut in cuts for cell in _cut_cells(at.sel(cut=cut), "effect")),
                 ]
             )
     rows.append(
         [
             Cell("all heads"),
             *(Cell("–") for _ in range(3)),
-            *_cut_cells(data.sel(cut="dropped"), "together"),
-            *_cut_cells(data.sel(cut="redistributed"), "together"),
+            *(cell for cut in cuts for cell in _cut_cells(data.sel(cut=cut), "together")),
         ]
     )
     caption = f"The first token, head by head, and the change of the loss when it is cut (n = {n})"

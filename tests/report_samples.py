@@ -401,4 +401,5 @@ def everything() -> list[Result]:
         patching(direction="noise"),
         by_position(),
         decomposition(),
+        sinks(),
     ]
