@@ -204,13 +204,12 @@ class ResidualDecomposition:
     def _formed(self, groups: Sequence[WriteGroup]) -> xr.DataArray:
         labels = [label for group in groups for label in group.labels]
         size = self.stream.sizes
-        needed = len(labels) * self.stream.size * self.stream.dtype.itemsize
-        if needed > _LIMIT:
-            raise ShapeError(
-                f"{len(labels)} writes for {[size['example'], size['pos']]} positions of width "
-                f"{size['d_model']} take {needed:,} bytes, over the limit of {_LIMIT:,}",
-                hint="take layer_writes(layer), or fewer examples at a time",
-            )
+        require_room(
+            len(labels) * self.stream.nbytes,
+            f"{len(labels)} writes for {[size['example'], size['pos']]} positions of width "
+            f"{size['d_model']}",
+            hint="take layer_writes(layer), or fewer examples at a time",
+        )
         values = np.empty((len(labels), *self.stream.shape), self.stream.dtype)
         start = 0
         for group in groups:
@@ -292,6 +291,12 @@ def decompose_residual(
             norm=treatment_of(config),
             readout=readout_of(model, acts.get("ln_final.hook_scale")) if complete else None,
         )
+
+
+def require_room(needed: int, what: str, hint: str = "take fewer examples at a time") -> None:
+    """Raise ShapeError if `what` takes more than 8 GiB."""
+    if needed > _LIMIT:
+        raise ShapeError(f"{what} take {needed:,} bytes, over the limit of {_LIMIT:,}", hint=hint)
 
 
 def rounding(config: DecoderConfig, dtype: torch.dtype, longest: int) -> float:

@@ -1,6 +1,7 @@
 """Writes sum to the stream, attributions to the logit, over every kind of decoder."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -214,8 +215,8 @@ def test_a_forgotten_bias_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(residual, "write_groups", forgetful("L1bO"))
     with pytest.raises(
         ExactnessError,
-        match=rf"do not sum to 'blocks.1.hook_resid_post': largest error {largest:.1e} at example "
-        rf"\d, pos \d, channel {channel}; the bound is \d.\de-1\d",
+        match=rf"do not sum to 'blocks.1.hook_resid_post': largest error {re.escape(f'{largest:.1e}')} at "
+        rf"example \d, pos \d, channel {channel}; the bound is \d.\de-1\d",
     ):
         decompose_residual(model, prompts())
 
