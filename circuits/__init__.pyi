@@ -24,6 +24,13 @@ from .measuring.spread import Entropy as Entropy
 from .measuring.spread import ExpectedDistance as ExpectedDistance
 from .measuring.statistic import LinearStatistic as LinearStatistic
 from .measuring.statistic import Statistic as Statistic
+from .memory import MLPMemory as MLPMemory
+from .memory import mlp_memory as mlp_memory
+from .memory_contexts import neuron_key_contexts as neuron_key_contexts
+from .memory_run import NeuronRun as NeuronRun
+from .memory_run import neuron_activations as neuron_activations
+from .memory_tokens import neuron_key_tokens as neuron_key_tokens
+from .memory_tokens import neuron_value_tokens as neuron_value_tokens
 from .pattern_preserving import pattern_preserving_ablation as pattern_preserving_ablation
 from .residual import ResidualDecomposition as ResidualDecomposition
 from .residual import decompose_residual as decompose_residual
