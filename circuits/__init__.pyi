@@ -32,8 +32,13 @@ from .memory_run import neuron_activations as neuron_activations
 from .memory_tokens import neuron_key_tokens as neuron_key_tokens
 from .memory_tokens import neuron_value_tokens as neuron_value_tokens
 from .pattern_preserving import pattern_preserving_ablation as pattern_preserving_ablation
+from .reads import HeadReads as HeadReads
+from .reads import residual_reads as residual_reads
 from .residual import ResidualDecomposition as ResidualDecomposition
 from .residual import decompose_residual as decompose_residual
+from .sources import source_attribution as source_attribution
+from .sources import source_reads as source_reads
+from .sources import source_writes as source_writes
 from .statistics import chance_level as chance_level
 from .statistics import current_token_score as current_token_score
 from .statistics import detect_head_score as detect_head_score
