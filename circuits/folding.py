@@ -142,7 +142,7 @@ def _require_keys(attention_mask: Tensor) -> None:
         given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ShapeError(f"attention_mask must be a tensor [batch, pos] or [pos], got {given!r}")
     rows = attention_mask if attention_mask.ndim == 2 else attention_mask[None]
-    real = check_mask(rows, *rows.shape, rows.device)
+    real = check_mask(rows, rows.shape[0], rows.shape[1], rows.device)
     if real is None:
         return
     blind = real.cumsum(-1) == 0

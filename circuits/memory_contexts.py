@@ -75,7 +75,7 @@ def neuron_key_contexts(
     chosen = list(indices(neurons, "neuron", model.config.d_mlp or 0))
     rows = check_tokens(tokens, model.config.d_vocab).to(model.device)
     step = check_count("batch", batch)
-    mask = check_mask(attention_mask, *rows.shape, model.device)
+    mask = check_mask(attention_mask, rows.shape[0], rows.shape[1], model.device)
     real = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
     count = check_top(top, int(real.sum()), "real positions")
     name = f"blocks.{layer}.mlp.hook_post"
