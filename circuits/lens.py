@@ -32,6 +32,7 @@ def logit_lens(
     tokens: Tensor,
     *,
     scale: str = "own",
+    sublayers: bool = False,
     top: int | None = None,
     attention_mask: Tensor | None = None,
     backend: str | None = None,
@@ -44,6 +45,9 @@ def logit_lens(
         scale: of the final norm. "own": each stream is normalised by its own statistics, as the
             model would if it stopped there. "frozen": all are divided by the scale of the last
             stream, which keeps the rows' differences linear in what each layer wrote.
+        sublayers: also read between a layer's attention and its MLP, as "0_mid"; a model without
+            MLPs has nothing between. After each single write: `accumulated_logits` of
+            `decompose_residual`.
         top: keep only the `top` largest logits and their tokens.
         attention_mask: [example, pos], 1 on real tokens.
         backend: as for the model.
@@ -69,15 +73,29 @@ def logit_lens(
     config = model.config
     if top is not None and not 1 <= top <= config.d_vocab:
         raise ShapeError(f"top must lie in [1, {config.d_vocab}] = [1, d_vocab], got {top}")
-    last = f"blocks.{config.n_layers - 1}.hook_resid_post"
-    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(config.n_layers)] + [last]
+    stages = ("pre", "mid") if sublayers and config.has_mlp else ("pre",)
+    streams = {
+        f"{layer}_{stage}": f"blocks.{layer}.hook_resid_{stage}"
+        for layer in range(config.n_layers)
+        for stage in stages
+    }
+    streams["final_post"] = f"blocks.{config.n_layers - 1}.hook_resid_post"
+    names = list(streams.values())
     if config.norm != "none":
         names.append("ln_final.hook_scale")
     with torch.no_grad():
-        _, acts = capture(model, tokens, names, attention_mask=attention_mask, backend=backend)
+        # Without the pass's own logits: the last row is the same.
+        _, acts = capture(
+            model,
+            tokens,
+            names,
+            attention_mask=attention_mask,
+            backend=backend,
+            return_type=None,
+        )
         frozen = acts.pop("ln_final.hook_scale", None) if scale == "frozen" else None
         rows, ids = [], []
-        for name in names[: config.n_layers + 1]:
+        for name in streams.values():
             logits = _read(model, acts[name], frozen)
             if top is not None:
                 logits, kept = logits.topk(top, dim=-1)
@@ -86,7 +104,7 @@ def logit_lens(
     dims = ("layer", "example", "pos", "d_vocab" if top is None else "rank")
     values = np.stack(rows)
     coords = {
-        "layer": [f"{layer}_pre" for layer in range(config.n_layers)] + ["final_post"],
+        "layer": list(streams),
         "example": np.arange(values.shape[1]),
         "pos": np.arange(values.shape[2]),
     }

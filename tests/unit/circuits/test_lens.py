@@ -62,6 +62,30 @@ def test_both_scales_by_hand(norm: str) -> None:
     assert abs(own - frozen).sel(layer="1_pre").max() > 0.1
 
 
+@pytest.mark.parametrize("scale", ["own", "frozen"])
+def test_between_attention_and_mlp(scale: str) -> None:
+    model = decoder(d_mlp=6, mlp_bias=True)
+    lens = logit_lens(model, TOKENS, scale=scale, sublayers=True)
+    labels = ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
+    assert lens["layer"].values.tolist() == labels
+    without = logit_lens(model, TOKENS, scale=scale)
+    assert without.identical(lens.sel(layer=without["layer"].values))
+    _, acts = capture(model, TOKENS, ["blocks.0.hook_resid_mid", "ln_final.hook_scale"])
+    mid = acts["blocks.0.hook_resid_mid"]
+    with torch.no_grad():
+        if scale == "own":
+            normalized = model.ln_final(mid)
+        else:
+            centred = mid - mid.mean(-1, keepdim=True)
+            normalized = centred / acts["ln_final.hook_scale"] * model.ln_final.w + model.ln_final.b
+        expected = normalized @ model.W_U + model.b_U
+    np.testing.assert_allclose(lens.sel(layer="0_mid"), expected, rtol=0, atol=1e-12)
+    attention_only = decoder()
+    assert logit_lens(attention_only, TOKENS, sublayers=True).identical(
+        logit_lens(attention_only, TOKENS)
+    )
+
+
 def test_without_a_norm_there_is_no_scale_to_choose() -> None:
     model = decoder(norm="none")
     own, frozen = logit_lens(model, TOKENS), logit_lens(model, TOKENS, scale="frozen")
