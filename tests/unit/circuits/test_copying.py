@@ -9,7 +9,7 @@ import torch
 from headstream.circuits.copying import copying_score, eigenvalue_score, top_share
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ShapeError
+from headstream.models.errors import ConfigError, ShapeError
 
 
 def identity(n: int) -> torch.Tensor:
@@ -102,6 +102,60 @@ def test_null_is_seeded_symmetric_and_narrower_than_a_copier() -> None:
 def test_k_out_of_range() -> None:
     with pytest.raises(ShapeError, match=r"top holds 9, expected values in \[1, 8\]"):
         copying_score(model_with_known_heads(), top=(1, 9))
+    with pytest.raises(ShapeError, match="top must be at least 1, got 0"):
+        copying_score(model_with_known_heads(), top=(0,))
+    with pytest.raises(ShapeError, match="n_random must be at least 1 heads, got 0"):
+        copying_score(model_with_known_heads(), n_random=0)
+
+
+def test_a_head_whose_halves_do_not_meet_has_no_score_in_any_basis() -> None:
+    """W_V writes channels that W_O does not read; rounding in another basis must not lend one."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(30, 6, generator=generator), torch.randn(6, 30, generator=generator)
+    left, right = left.double(), right.double()
+    left[:, 3:], right[:3] = 0, 0
+    gauge = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    turned = left @ gauge, torch.linalg.inv(gauge) @ right
+    assert 0 < (turned[0] @ turned[1]).abs().max() < 1e-12
+    assert math.isnan(eigenvalue_score(left, right))
+    assert math.isnan(eigenvalue_score(*turned))
+
+
+def test_a_weak_head_keeps_its_score_in_a_stretched_basis() -> None:
+    """The factors' norms grow with the basis, the product does not: no score turns into NaN."""
+    eye = torch.eye(4, dtype=torch.float64)
+    stretch = torch.diag(torch.tensor([1e6, 1e-6, 1e6, 1e-6], dtype=torch.float64))
+    left, right = eye[:, :2] * 1e-3, eye[:2] * 1e-3
+    assert eigenvalue_score(left, right) == pytest.approx(1.0, abs=1e-12)
+    left, right = left @ stretch[:2, :2], torch.linalg.inv(stretch[:2, :2]) @ right
+    assert eigenvalue_score(left, right) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_effective_embedding_stands_for_the_token_in_later_layers(
+    build: Callable[..., Decoder],
+) -> None:
+    """L1H0 copies what layer 0's MLP writes for a token, and W_E says nothing about it."""
+    model = build({"d_mlp": 20, "d_model": 40, "d_head": 20, "norm": "none", "activation": "relu"})
+    eye, zero = torch.eye(20, dtype=torch.float64), torch.zeros(20, 20, dtype=torch.float64)
+    with torch.no_grad():
+        model.embed.W_E.copy_(torch.cat((eye, zero), 1))
+        model.blocks[0].mlp.W_in.copy_(torch.cat((eye, zero)))
+        model.blocks[0].mlp.W_out.copy_(torch.cat((zero, eye), 1))
+        attn = model.blocks[1].attn
+        attn.W_V[0], attn.W_O[0] = torch.cat((zero, eye)), torch.cat((zero, eye), 1)
+        model.unembed.W_U.copy_(torch.cat((zero, eye)))
+    plain, found = copying_score(model), copying_score(model, embedding="effective")
+    assert math.isnan(plain["score"].sel(layer=1, head=0))
+    assert float(found["score"].sel(layer=1, head=0)) == pytest.approx(1.0, abs=1e-12)
+    assert found["top"].sel(layer=1, head=0).values.tolist() == [1, 1]
+    assert found["score"].sel(layer=0).isnull().all()
+    assert found["top"].sel(layer=0).isnull().all()
+    assert found["score"].sel(layer=1).notnull().all()
+    assert float(found["random_low"]) < 0 < float(found["random_high"])
+    with pytest.raises(ConfigError, match="needs an MLP in layer 0, but d_mlp is None"):
+        copying_score(build({}), embedding="effective")
+    with pytest.raises(ConfigError, match="embedding must be 'plain' or 'effective', got 'mlp'"):
+        copying_score(model, embedding="mlp")
 
 
 def test_weights_that_are_not_finite_are_named_before_lapack_sees_them() -> None:
