@@ -7,6 +7,7 @@ import math
 import numpy as np
 import xarray as xr
 
+from headstream.analyses.evidence import Evidence
 from headstream.models.names import head_name
 from headstream.reports import formats
 from headstream.reports.blocks import (
@@ -98,6 +99,7 @@ def _map(item: Item) -> Figure:
     causal = data["effect_causal"].any("cut").transpose("layer", "head").values
     n_layers, n_heads = mass.shape
     chance = float(item.details["chance"])
+    faint = {(i, j) for i, j in np.ndindex(mass.shape) if not low[i, j] > chance + 0.005}
     drawing = heatmap(
         mass.tolist(),
         rows=Axis("layer", tuple(map(str, range(n_layers)))),
@@ -116,8 +118,14 @@ def _map(item: Item) -> Figure:
             ]
             for layer in range(n_layers)
         ],
-        texts=[[formats.short(value) if n_heads <= 20 else "" for value in row] for row in mass],
-        faint=[(i, j) for i, j in np.ndindex(mass.shape) if not low[i, j] > chance + 0.005],
+        texts=[
+            [
+                formats.short(value) if n_heads <= 20 and (i, j) not in faint else ""
+                for j, value in enumerate(row)
+            ]
+            for i, row in enumerate(mass)
+        ],
+        faint=sorted(faint),
         framed=[(i, j) for i, j in np.ndindex(mass.shape) if causal[i, j]],
     )
     top = np.unravel_index(int(np.nanargmax(mass)), mass.shape)
@@ -142,14 +150,18 @@ def _table(item: Item) -> Table:
     columns = (
         Column("head"),
         Column("mass", f"chance {formats.short(details['chance'])}", numeric=True),
-        Column("rate", f"eps = {details['eps']:g}, T = {details['T']}", numeric=True),
+        Column(
+            "rate",
+            f"eps\u00a0=\u00a0{details['eps']:g}, T\u00a0=\u00a0{details['T']}",
+            numeric=True,
+        ),
         Column("drain", "value; as written", numeric=True),
         *(
             column
             for cut in cuts
             for column in (
                 Column(f"cut, {cut}", "nats, 95% interval", numeric=True),
-                Column("evidence", f"control, {cut}"),
+                Column("evidence", f"of “{cut}”"),
             )
         ),
     )
@@ -189,10 +201,11 @@ def _cut_cells(at: xr.Dataset, variable: str) -> list[Cell]:
         float(at[f"{variable}{end}"]) for end in ("", "_low", "_high", "_p", "_control")
     )
     causal = bool(at[f"{variable}_causal"])
-    words = f"{'CAUSAL' if causal else 'not shown'}, p = {formats.probability(p)}"
+    tested = f"p\u00a0{formats.probability(p)}" if math.isfinite(p) else "not tested"
+    note = f"{tested}, control\u00a0{formats.number(control, sign=True)}"
     return [
         number_cell(mean, low=low, high=high, sign=True),
-        Cell(words, note=f"control {formats.number(control, sign=True)}"),
+        Cell(evidence=Evidence.CAUSAL, note=note) if causal else Cell("not shown", note=note),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from headstream.analyses.evidence import Evidence
 from headstream.reports.blocks import Bullets, Figure, Fold, Prose
 from headstream.reports.closing import limits
 from headstream.reports.headline import headline
@@ -35,6 +36,13 @@ def test_the_map_frames_the_head_whose_cut_moves_the_loss(samples) -> None:
     assert chart.spec["data"][0]["z"][1][2] == 0.9
     (frame,) = chart.spec["layout"]["shapes"]
     assert (frame["x0"], frame["y0"]) == (1.5, 0.5)
+    written = {
+        (i, j) for i, row in enumerate(chart.spec["data"][0]["text"]) for j in range(4) if row[j]
+    }
+    struck = set(zip(chart.spec["data"][1]["y"], chart.spec["data"][1]["x"], strict=True))
+    assert written == {(1, 2)}, "a number is not struck through"
+    assert len(struck) == 7
+    assert not struck & written
     assert "Sink rate of all heads: 12.5% at eps = 0.3, T = 8" in chart.caption
     assert chart.alt.startswith("The largest mass on the first token is 0.90, of L1H2")
     names = [trace["name"] for trace in along.spec["data"]]
@@ -51,9 +59,12 @@ def test_the_table_has_both_cuts_with_interval_and_evidence(samples) -> None:
     row = found["L1H2"]
     assert [cell.text for cell in row[1:4]] == ["0.900", "100%", "0.00"]
     assert row[4].text == "0"
-    assert row[5].text == "not shown, p = –"
+    assert (row[5].text, row[5].note) == ("not shown", "not tested, control\u00a00")
     assert (row[6].text, row[6].note) == ("+0.640", "[+0.620, +0.660]")
-    assert (row[7].text, row[7].note) == ("CAUSAL, p = 0.0002", "control +0.006")
+    assert (row[7].evidence, row[7].note) == (
+        Evidence.CAUSAL,
+        "p\u00a00.0002, control\u00a0+0.006",
+    )
     assert found["L0H0"][3].text == "–", "no value, no drain"
 
 
