@@ -1,5 +1,6 @@
 from .attention_run import AttentionRun as AttentionRun
 from .attention_run import record_attention as record_attention
+from .composition import composition_scores as composition_scores
 from .copying import copying_score as copying_score
 from .folding import fold as fold
 from .heads import HeadCensus as HeadCensus
@@ -31,7 +32,9 @@ from .memory_run import NeuronRun as NeuronRun
 from .memory_run import neuron_activations as neuron_activations
 from .memory_tokens import neuron_key_tokens as neuron_key_tokens
 from .memory_tokens import neuron_value_tokens as neuron_value_tokens
+from .path_expansion import expand_paths as expand_paths
 from .pattern_preserving import pattern_preserving_ablation as pattern_preserving_ablation
+from .prefix_trace import prefix_matching_trace as prefix_matching_trace
 from .reads import HeadReads as HeadReads
 from .reads import residual_reads as residual_reads
 from .residual import ResidualDecomposition as ResidualDecomposition
@@ -47,5 +50,13 @@ from .statistics import mean_over_examples as mean_over_examples
 from .statistics import prefix_matching_score as prefix_matching_score
 from .statistics import previous_token_score as previous_token_score
 from .statistics import sink_mass as sink_mass
+from .strongest_pairs import strongest_compositions as strongest_compositions
+from .strongest_pairs import summarise_compositions as summarise_compositions
+from .subspaces import principal_cosines as principal_cosines
+from .subspaces import subspace_overlap as subspace_overlap
+from .term_importance import importance_by_order as importance_by_order
+from .virtual_heads import VirtualHead as VirtualHead
+from .virtual_heads import virtual_head as virtual_head
+from .virtual_heads import virtual_ov as virtual_ov
 from .weights import ov_circuit as ov_circuit
 from .weights import qk_circuit as qk_circuit
