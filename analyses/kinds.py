@@ -3,7 +3,8 @@
 heads          value, low, high   (score, layer, head)   chance (score)   label (layer, head)
                induction_by_distance, control_by_distance (distance, layer, head)
 decomposition  attribution (component, example)   mean, low, high (component)   total (example)
-audit          one claim a row; nothing else
+audit          no arrays: one claim a statement that was checked or measured, and in
+               details["rows"] every check, with those that do not apply
 sinks          sink_mass (and _low, _high), sink_rate, value_drain, written_drain (layer, head)
                mass_by_position (layer, head, position)   peak (layer)
                effect (and _low, _high, _p, _control, _causal) (cut, layer, head)
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from headstream.analyses.evidence import Evidence
+from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.result import Result
 from headstream.models.names import head_name
 
@@ -60,13 +61,18 @@ class DecompositionResult(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AuditResult(Result):
-    """Identities of the forward pass, checked on this model."""
+    """Identities of the forward pass, checked on this model, and what was measured beside them."""
 
     kind: ClassVar[str] = "audit"
 
     @property
     def failed(self) -> bool:
         return any(claim.evidence is Evidence.FAILED for claim in self.claims)
+
+    @property
+    def measured(self) -> tuple[Claim, ...]:
+        """What stands beside the checks, under the same ids, because algebra stops there."""
+        return tuple(claim for claim in self.claims if claim.evidence is Evidence.MEASURED)
 
     def summary(self) -> str:
         checked = [c for c in self.claims if c.evidence in (Evidence.PROVEN, Evidence.FAILED)]

@@ -27,7 +27,10 @@ _MOST_UNKNOWN = 20
 
 
 def audit(study: Study) -> Section | None:
-    """Every identity that was checked, failures first; None if none was."""
+    """Every identity that was checked, failures first, and what was measured beside them.
+
+    None if no identity was checked.
+    """
     rows = [_row(row) for item in study.of_kind("audit") for row in item.details.get("rows", [])]
     known = {row[0].text for row in rows}
     rows += [
@@ -62,9 +65,42 @@ def audit(study: Study) -> Section | None:
         "These statements must hold in any model of this kind, whatever it has learnt. Each was "
         "computed in two ways on this model, and the largest difference is shown beside the bound "
         "it must stay under. A check over its bound means that the numbers above cannot be relied "
-        "on; the head of the page then says so.",
-        (table("Checks", columns, rows),),
+        "on; the head of the page then says so. Errors are relative to the largest entry compared, "
+        "where that is over 1.",
+        (table("Checks", columns, rows), *_measured(study)),
     )
+
+
+def _measured(study: Study) -> list[Block]:
+    """What stands beside the checks because algebra stops there; nothing if nothing does."""
+    claims = [
+        claim
+        for item in study.of_kind("audit")
+        for claim in item.result.claims
+        if claim.evidence is Evidence.MEASURED
+    ]
+    if not claims:
+        return []
+    columns = (
+        Column("id"),
+        Column("measured beside the checks", "on what"),
+        Column("value", "95% interval, n", numeric=True),
+    )
+    rows = []
+    for claim in claims:
+        interval = [] if claim.interval is None else [formats.interval(*claim.interval)]
+        rows.append(
+            (
+                Cell(claim.id, code=True),
+                Cell(formats.sentence(claim.statement), note=claim.reason),
+                Cell(
+                    formats.with_unit(claim.value, claim.unit),
+                    note=", ".join([*interval, f"n = {claim.n}"]),
+                    value=exact(claim.value),
+                ),
+            )
+        )
+    return [table("Measured on this model, where algebra stops", columns, rows)]
 
 
 def _own_bound(claim: Claim, item: Item) -> float | None:
