@@ -10,8 +10,8 @@ from .patching.result import PatchingResult as PatchingResult
 from .patching.task import Task as Task
 from .result import Provenance as Provenance
 from .result import Result as Result
-from .result import load_result as load_result
 from .standard import standard_study as standard_study
+from .stored import load_result as load_result
 from .studies.heads import heads as heads
 from .studies.heads import long_heads as long_heads
 from .studies.sinks import sinks as sinks

@@ -8,75 +8,34 @@ torch: a saved result is read, printed and rendered without the model.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import platform
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import xarray as xr
 
-from headstream.analyses.evidence import Claim, Evidence
-from headstream.models.errors import ResultError, nearest
+from headstream.analyses.evidence import Claim
+from headstream.analyses.stored import (
+    SCHEMA,
+    array_from_json,
+    array_to_json,
+    check_parts,
+    claim_from_json,
+    claim_to_json,
+    dump_json,
+    plain,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from headstream.models.decoder import Decoder
-
-SCHEMA = "headstream.result/1"
-
-# Which class reads which kind; modules named here import without torch.
-_KINDS = {
-    "patching": "headstream.analyses.patching.result:PatchingResult",
-    "heads": "headstream.analyses.kinds:HeadsResult",
-    "decomposition": "headstream.analyses.kinds:DecompositionResult",
-    "audit": "headstream.analyses.kinds:AuditResult",
-    "sinks": "headstream.analyses.kinds:SinksResult",
-}
-
-
-# What reports read of the details of each kind, and of what JSON type it is.
-_NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "patching": {
-        "site": str,
-        "positions": str,
-        "direction": str,
-        "metric": dict,
-        "gap": dict,
-        "family": int,
-        "self_patch_max": (int, float),
-        "self_patch_bound": (int, float),
-        "normalized_refused": (str, type(None)),
-    },
-    "heads": {"n": int},
-    "decomposition": {"norm": str, "largest_error": (int, float)},
-    "audit": {"rows": list},
-    "sinks": {
-        "chance": (int, float),
-        "n": int,
-        "eps": (int, float),
-        "T": int,
-        "rate": (int, float),
-        "margin": (int, float),
-    },
-}
-# And of the arrays.
-_ARRAYS = {
-    "patching": (
-        *("effects", "mean", "low", "high", "normalized", "normalized_low", "normalized_high"),
-        *("p_value", "unrelated", "causal"),
-    ),
-    "heads": ("label",),
-    "decomposition": ("mean", "total"),
-    "sinks": ("sink_mass", "sink_mass_low", "effect_causal"),
-}
 
 
 @dataclass(frozen=True)
@@ -162,10 +121,10 @@ class Result:
             "kind": self.kind,
             "title": self.title,
             "provenance": dataclasses.asdict(self.provenance),
-            "claims": [_claim_to_json(claim) for claim in self.claims],
-            "details": _plain(self.details),
-            "coords": {str(name): _array_to_json(self.data[name]) for name in self.data.coords},
-            "data": {str(name): _array_to_json(self.data[name]) for name in self.data.data_vars},
+            "claims": [claim_to_json(claim) for claim in self.claims],
+            "details": plain(self.details),
+            "coords": {str(name): array_to_json(self.data[name]) for name in self.data.coords},
+            "data": {str(name): array_to_json(self.data[name]) for name in self.data.data_vars},
         }
 
     @classmethod
@@ -175,186 +134,18 @@ class Result:
         Raises:
             KeyError, TypeError: if a part is missing or of another type.
         """
-        _check_parts(value)
+        check_parts(value)
         return cls(
             title=value["title"],
             data=xr.Dataset(
-                {name: _array_from_json(item) for name, item in value["data"].items()},
-                coords={name: _array_from_json(item) for name, item in value["coords"].items()},
+                {name: array_from_json(item) for name, item in value["data"].items()},
+                coords={name: array_from_json(item) for name, item in value["coords"].items()},
             ),
             provenance=Provenance(**value["provenance"]),
-            claims=tuple(_claim_from_json(item) for item in value["claims"]),
+            claims=tuple(claim_from_json(item) for item in value["claims"]),
             details=value["details"],
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the result to `path` as one JSON file: whole, or not at all."""
         return write_whole(path, dump_json(self.to_json()))
-
-
-def load_result(path: str | os.PathLike[str]) -> Result:
-    """Read a result that `Result.save` wrote.
-
-    Raises:
-        ResultError: if the file is missing, is not JSON, or is of another schema or kind.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultError(f"cannot read a result from '{path}': {error}") from None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ResultError(f"'{path}' is not a saved result: {error}") from None
-    return result_from_json(value, source=str(path))
-
-
-def result_from_json(value: Any, *, source: str = "the value") -> Result:
-    """The result of whatever kind `value` says it is.
-
-    Raises:
-        ResultError: if the schema is not ours, is newer, or the kind or a field is unknown.
-    """
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if not isinstance(schema, str) or not schema.startswith("headstream.result/"):
-        raise ResultError(f"{source} is not a headstream result: schema is {schema!r}")
-    if schema != SCHEMA:
-        raise ResultError(
-            f"{source} has schema {schema!r}, this version reads {SCHEMA!r}",
-            hint="read it with the version of headstream that wrote it",
-        )
-    kind = value.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ResultError(f"{source} is of unknown kind {kind!r}", hint=nearest(str(kind), _KINDS))
-    module, name = _KINDS[kind].split(":")
-    reader: Callable[[Any], Result] = getattr(importlib.import_module(module), name).from_json
-    try:
-        return reader(value)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ResultError(f"{source} is a damaged {kind} result: {error!r}") from None
-
-
-def dump_json(value: Any) -> str:
-    """JSON text with no spaces and no NaN, keys in the order given: same value, same bytes."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def write_whole(path: str | os.PathLike[str], text: str) -> Path:
-    """Write `text` beside `path` and move it into place, so that no half file is ever seen."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ResultError(
-            f"cannot write '{path}': folder '{path.parent}' does not exist", hint="create it first"
-        )
-    if path.is_dir():
-        raise ResultError(f"cannot write '{path}': it is a folder", hint="name a file in it")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
-
-
-def shortest(value: float) -> float | None:
-    """The float32 nearest to `value` in its shortest decimal form; None for NaN and infinities.
-
-    The number under the cursor, in the table and in the file then agree to the last digit.
-    """
-    single = np.float32(value)
-    return float(str(single)) if np.isfinite(single) else None
-
-
-def _check_parts(value: Mapping[str, Any]) -> None:
-    details = value["details"]
-    _require_type("title", value["title"], str)
-    _require_type("claims", value["claims"], list)
-    for part in ("details", "coords", "data", "provenance"):
-        _require_type(part, value[part], dict)
-    for name, kind in _NEEDED.get(value["kind"], {}).items():
-        _require_type(f"details.{name}", details[name], kind)
-    for name in _ARRAYS.get(value["kind"], ()):
-        if name not in value["data"]:
-            raise KeyError(f"data.{name}")
-    provenance = value["provenance"]
-    for name in ("model", "weights_sha256", "backend", "dtype", "device"):
-        _require_type(f"provenance.{name}", provenance[name], str)
-    for name in ("config", "versions"):
-        _require_type(f"provenance.{name}", provenance[name], dict)
-
-
-def _require_type(name: str, part: Any, kind: Any) -> None:
-    if not isinstance(part, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        words = " or ".join(one.__name__ for one in kinds)
-        raise TypeError(f"{name} must be a JSON {words}, got {type(part).__name__}")
-
-
-def _claim_to_json(claim: Claim) -> dict[str, Any]:
-    value = dataclasses.asdict(claim)
-    value["evidence"] = str(claim.evidence)
-    if claim.value is not None:
-        value["value"] = shortest(claim.value)
-    if claim.interval is not None:
-        value["interval"] = [shortest(end) for end in claim.interval]
-    return value
-
-
-def _claim_from_json(value: Mapping[str, Any]) -> Claim:
-    fields = dict(value)
-    fields["evidence"] = Evidence(fields["evidence"])
-    if fields["interval"] is not None:
-        fields["interval"] = tuple(fields["interval"])
-    return Claim(**fields)
-
-
-def _array_to_json(array: xr.DataArray) -> dict[str, Any]:
-    values = np.asarray(array.values)
-    kind = values.dtype.kind
-    flat: list[Any]
-    if kind == "f":
-        flat = [shortest(value) for value in values.ravel().tolist()]
-    elif kind in "iub":
-        flat = values.ravel().tolist()
-    else:
-        flat = [str(value) for value in values.ravel().tolist()]
-    return {
-        "dims": [str(dim) for dim in array.dims],
-        "shape": list(values.shape),
-        "type": {"f": "float", "i": "int", "u": "int", "b": "bool"}.get(kind, "str"),
-        "attrs": _plain(array.attrs),
-        "values": flat,
-    }
-
-
-def _array_from_json(value: Mapping[str, Any]) -> xr.Variable:
-    dtype = {"float": np.float64, "int": np.int64, "bool": np.bool_, "str": np.str_}[value["type"]]
-    flat = [np.nan if item is None else item for item in value["values"]]
-    array = np.array(flat, dtype=dtype).reshape(value["shape"])
-    return xr.Variable(tuple(value["dims"]), array, attrs=value["attrs"])
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: tuples as lists, numpy numbers as Python's, floats shortest."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    if isinstance(value, (float, np.floating)):
-        return shortest(float(value))
-    if value is None or isinstance(value, str):
-        return value
-    raise ResultError(f"a result cannot hold a {type(value).__name__}: {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstream.analyses.result import shortest
+from headstream.analyses.stored import shortest
 from headstream.reports import formats
 from headstream.reports.figures import Drawing, Spec, figure, hover_text
 from headstream.reports.maps import Axis

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstream.analyses.result import shortest
+from headstream.analyses.stored import shortest
 from headstream.models.errors import ResultError
 from headstream.reports.figures import Drawing, Spec, figure, hover_text
 from headstream.reports.tokens import for_plotly

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstream.analyses.result import Result, dump_json, result_from_json
+from headstream.analyses.result import Result
+from headstream.analyses.stored import dump_json, result_from_json
 from headstream.models.errors import ResultError
 from headstream.reports.pairs import as_columns, as_pairs
 

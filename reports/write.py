@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headstream.analyses.result import Result, dump_json, write_whole
+from headstream.analyses.result import Result
+from headstream.analyses.stored import dump_json, write_whole
 from headstream.models.errors import ResultError
 from headstream.reports.page import render_report
 

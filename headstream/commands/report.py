@@ -77,7 +77,7 @@ def report(
     saved, fresh = _sort_targets(targets)
     if pairs is not None and not fresh:
         raise click.UsageError("--pairs needs a model among the targets, got saved results only")
-    from headstream.analyses.result import load_result
+    from headstream.analyses.stored import load_result
     from headstream.reports.write import render_report, write_report
 
     found: list[Result] = [load_result(path) for path in saved]

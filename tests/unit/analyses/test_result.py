@@ -11,8 +11,8 @@ import xarray as xr
 
 from headstream.analyses.evidence import measured, proven
 from headstream.analyses.kinds import AuditResult, DecompositionResult, HeadsResult
-from headstream.analyses.result import (
-    Provenance,
+from headstream.analyses.result import Provenance
+from headstream.analyses.stored import (
     dump_json,
     load_result,
     result_from_json,

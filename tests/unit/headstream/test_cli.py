@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstream.analyses.result import load_result
+from headstream.analyses.stored import load_result
 from headstream.cli import run
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder

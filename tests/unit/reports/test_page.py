@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from headstream.analyses.result import load_result, result_from_json
+from headstream.analyses.stored import load_result, result_from_json
 from headstream.models.errors import ResultError
 from headstream.reports import sections
 from headstream.reports.figures import library
@@ -291,7 +291,7 @@ def test_another_process_gives_the_same_bytes(results, text, tmp_path) -> None:
     paths = [str(result.save(tmp_path / f"{i}.json")) for i, result in enumerate(results)]
     code = (
         "import sys, hashlib\n"
-        "from headstream.analyses.result import load_result\n"
+        "from headstream.analyses.stored import load_result\n"
         "from headstream.reports.page import render_report\n"
         "text = render_report([load_result(path) for path in sys.argv[1:]])\n"
         "assert 'torch' not in sys.modules, 'a report loaded torch'\n"

@@ -17,7 +17,7 @@ from headstream.analyses.patching.patch import patch
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.sites import SITES
 from headstream.analyses.patching.task import Task
-from headstream.analyses.result import load_result
+from headstream.analyses.stored import load_result
 from headstream.models.decoder import Decoder
 from headstream.models.errors import BackendError, HookError, ShapeError, TaskError, TokenError
 

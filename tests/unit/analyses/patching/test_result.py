@@ -20,7 +20,8 @@ from headstream.analyses.patching.conclusions import (
     warnings_of,
 )
 from headstream.analyses.patching.result import PatchingResult, ranked_cells, site_label
-from headstream.analyses.result import Provenance, load_result
+from headstream.analyses.result import Provenance
+from headstream.analyses.stored import load_result
 
 PROVENANCE = Provenance("toy", "00", {}, "naive", "float32", "cpu", 0, {})
 # Two layers of two heads: one restores most, one a little but no more than an unrelated prompt's
@@ -354,7 +355,7 @@ class TestFile:
     def test_it_is_read_without_torch(self, tmp_path: Path) -> None:
         path = result().save(tmp_path / "patching.json")
         code = (
-            "import sys; from headstream.analyses.result import load_result; "
+            "import sys; from headstream.analyses.stored import load_result; "
             f"text = load_result({str(path)!r}).summary(); "
             "assert 'torch' not in sys.modules; print(text)"
         )

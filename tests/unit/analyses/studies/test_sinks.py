@@ -11,7 +11,7 @@ import torch
 
 from headstream.analyses.evidence import Evidence
 from headstream.analyses.kinds import SinksResult
-from headstream.analyses.result import load_result
+from headstream.analyses.stored import load_result
 from headstream.analyses.studies.sinks import sinks
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
