@@ -53,14 +53,11 @@ class ReadingNorm(NamedTuple):
         return centre(folded, -2) if self.centred else folded
 
 
-def reading_norm(norm: LayerNorm | RMSNorm | NoNorm, d_model: int) -> ReadingNorm:
-    """Gain, shift and centring of a norm module."""
+def reading_norm(model: Decoder, norm: LayerNorm | RMSNorm | NoNorm) -> ReadingNorm:
+    """Gain, shift and centring of one of the model's norms."""
     if isinstance(norm, NoNorm):
-        return ReadingNorm(
-            torch.ones(d_model, dtype=torch.float64),
-            torch.zeros(d_model, dtype=torch.float64),
-            False,
-        )
+        ones = torch.ones(model.config.d_model, dtype=torch.float64, device=model.device)
+        return ReadingNorm(ones, torch.zeros_like(ones), False)
     gain = norm.w.detach().double()
     if isinstance(norm, LayerNorm):
         return ReadingNorm(gain, norm.b.detach().double(), True)
@@ -68,9 +65,8 @@ def reading_norm(norm: LayerNorm | RMSNorm | NoNorm, d_model: int) -> ReadingNor
 
 
 def layer_norm(model: Decoder, layer: int) -> ReadingNorm:
-    """What is linear about the norm before the heads of a layer, on the model's device."""
-    found = reading_norm(model.blocks[layer].ln1, model.config.d_model)
-    return ReadingNorm(found.gain.to(model.device), found.shift.to(model.device), found.centred)
+    """What is linear about the norm before the heads of a layer."""
+    return reading_norm(model, model.blocks[layer].ln1)
 
 
 def qk_factors(

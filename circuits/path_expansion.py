@@ -82,6 +82,12 @@ def expand_paths(
             [0, n_layers]; for a position that does not exist; and as `freeze_run`.
         TokenError: for a token that does not exist.
         HookError: if something edits the run.
+    Example:
+        >>> from headstream.models import load
+        >>> model = load("constructed-induction")
+        >>> found = expand_paths(model, torch.tensor([0, 5, 6, 7, 8, 5, 6]), answer=7, wrong=5)
+        >>> found["contribution"].groupby("order").sum().sel(example=0).values.round(4).tolist()
+        [0.0, 10.0, 0.0]
     """
     require_attention_only(model, "expand the paths")
     config = model.config

@@ -54,18 +54,19 @@ def strongest_compositions(scores: xr.Dataset, *, top: int | None = 10) -> pd.Da
 def summarise_compositions(scores: xr.Dataset, *, top: int = 5) -> str:
     """The strongest compositions in a few lines, with the chance level they are held against."""
     check_count("top", top)
-    frame = strongest_compositions(scores, top=None)
-    if frame.empty:
+    known = scores["score"].values[np.isfinite(scores["score"].values)]
+    if not known.size:
         return "no pair of heads to compare: one layer, or heads that are zero"
-    out = frame[frame["stands_out"]]
     bar = float(scores["random_largest"])
+    out = int((known > bar).sum())
     lines = [
-        f"{len(out)} of {len(frame)} compositions are above {bar:.3f}, which the largest of "
-        f"{len(frame)} random pairs stays under in 95% of models (one random pair: "
+        f"{out} of {known.size} compositions are above {bar:.3f}, which the largest of "
+        f"{known.size} random pairs stays under in 95% of models (one random pair: "
         f"{float(scores['random_low']):.3f} to {float(scores['random_high']):.3f})"
     ]
-    for row in out.head(top).itertuples():
+    frame = strongest_compositions(scores, top=top)
+    for row in frame[frame["stands_out"]].itertuples():
         lines.append(f"{row.through}: {row.earlier} -> {row.later}  {row.score:.3f}")
-    if len(out) > top:
-        lines.append(f"and {len(out) - top} more")
+    if out > top:
+        lines.append(f"and {out - top} more")
     return "\n".join(lines)

@@ -141,7 +141,7 @@ def _losses(model: Decoder, run: FrozenRun, *, frozen: bool) -> Float[Array, "or
             if bias is not None:
                 stream = stream + bias.detach().double()
         saved = fresh
-        norm = reading_norm(model.ln_final, model.config.d_model)
+        norm = reading_norm(model, model.ln_final)
         given = None if run.final_scale is None else run.final_scale[..., 0].double()
         normalised = _normalise(model, norm, stream, given if frozen else None)
         logits = normalised @ model.W_U.detach().double() + model.b_U.detach().double()
@@ -176,7 +176,7 @@ def _normalise(
     centred = stream - stream.mean(-1, keepdim=True) if norm.centred else stream
     if scale is None:
         scale = (centred.square().mean(-1) + model.config.eps).sqrt()
-    return centred / scale[..., None] * norm.gain.to(stream.device) + norm.shift.to(stream.device)
+    return centred / scale[..., None] * norm.gain + norm.shift
 
 
 def _loss(logits: Float[Tensor, "batch pos d_vocab"], run: FrozenRun) -> Float[Array, " batch"]:

@@ -77,6 +77,7 @@ def virtual_head(
     Source:
         Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
     Example:
+        >>> import torch
         >>> from headstream.models import Decoder, DecoderConfig
         >>> config = DecoderConfig(n_layers=2, n_heads=1, d_model=8, d_head=4, d_vocab=5, n_ctx=9)
         >>> virtual_head(Decoder(config), torch.arange(4), [(0, 0), (1, 0)])
@@ -146,7 +147,7 @@ def virtual_ov(
     if space == "vocab":
         unembed = model.W_U.detach().double()
         if norms == "folded":
-            unembed = reading_norm(model.ln_final, model.config.d_model).fold(unembed)
+            unembed = reading_norm(model, model.ln_final).fold(unembed)
         left, right = model.W_E.detach().double() @ left, right @ unembed
     return FactoredMatrix(left, right)
 

@@ -18,7 +18,7 @@ from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 
 quick = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 seeds = st.integers(0, 2**16)
 # Factors of condition 4 at most, float64.

@@ -43,7 +43,7 @@ def test_all_paths_sum_to_every_logit(build: Build, tokens: Tensor, fields: dict
     with torch.no_grad():
         logits = model(tokens, attention_mask=mask).numpy()
     for pos in range(6):
-        for answer in (0, 7, 19):
+        for answer in (0, 19):
             found = expand_paths(model, tokens, answer, pos=pos, attention_mask=mask)
             sums = found["contribution"].sum("path") + found["constant"].sum("source")
             np.testing.assert_allclose(sums, logits[:, pos, answer], rtol=0, atol=EXACT)
