@@ -22,7 +22,7 @@ from headstream.models.errors import ConfigError, ShapeError, nearest
 
 Order = Literal["largest", "smallest", "magnitude"]
 # Of products held at once.
-_BYTES = 2**26
+_BYTES = 2**24
 
 
 def top_pairs(circuit: FactoredMatrix, k: int = 10, *, by: str = "largest") -> xr.Dataset:
@@ -151,8 +151,12 @@ def _top_of_rows(
     last = kth[:, -1:]
     # Where more entries tie for the last place than there is room, topk may have taken any.
     open_rows = ((ranked == last).sum(1) > (kth == last).sum(1)).nonzero()[:, 0]
-    for row in open_rows.tolist():
-        place[row] = _outstanding(ranked[row], k, None)
+    if len(open_rows):
+        tied, bar = ranked[open_rows], last[open_rows]
+        over, equal = tied > bar, tied == bar
+        room = k - over.sum(1, keepdim=True)
+        first = equal & (equal.cumsum(1, dtype=torch.int32) <= room)
+        place[open_rows] = (over | first).nonzero()[:, 1].unflatten(0, (-1, k))
     place = place.sort(1).values
     order = ranked.gather(1, place).sort(dim=1, descending=True, stable=True).indices
     place = place.gather(1, order)
