@@ -186,6 +186,19 @@ def test_centring_readers_and_writers_changes_no_logit(kind: str) -> None:
         assert all(stream.mean(-1).abs().max() > 0.01 for stream in streams)
 
 
+def test_both_inputs_of_a_gated_mlp_are_folded_and_centred() -> None:
+    """LayerNorm without shift, as gated models have it where they have it."""
+    model = decoder(d_mlp=10, gated_mlp=True)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.ln2.b.zero_()
+    folded = fold(model, centre=("readers", "writers"))
+    torch.testing.assert_close(logits(folded), logits(model), rtol=1e-12, atol=1e-12)
+    for ours, theirs in ((folded.W_gate, model.W_gate), (folded.W_in, model.W_in)):
+        gained = torch.stack([block.ln2.w for block in model.blocks])[..., None] * theirs
+        torch.testing.assert_close(ours, gained - gained.mean(1, keepdim=True), rtol=0, atol=1e-12)
+
+
 def test_shortformer_writers_are_centred_and_their_vectors_are_no_writer() -> None:
     model = decoder(positions="shortformer", attn_bias=True)
     folded = fold(model, norms="final", centre=("readers", "writers"))
