@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xarray as xr
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headstream.circuits.frozen_run import (
@@ -30,7 +30,7 @@ from headstream.circuits.frozen_run import (
 from headstream.circuits.head_factors import ReadingNorm, layer_norm, reading_norm
 from headstream.circuits.labels import percentile_interval
 from headstream.models.arguments import check_mask, check_seed
-from headstream.models.errors import ConfigError, nearest
+from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.loss import next_token_loss
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def importance_by_order(
     tokens: Any,
     *,
     scale: str = "frozen",
+    targets: Tensor | None = None,
     attention_mask: Tensor | None = None,
     seed: int = 0,
 ) -> xr.Dataset:
@@ -57,6 +58,8 @@ def importance_by_order(
         tokens: as for the model.
         scale: of the norms. "frozen": as in the run, so that logits are exactly the paths of that
             order. "own": each stream is normalised by itself, as the model would.
+        targets: bool [batch, pos], the tokens whose prediction counts, such as those that a repeat
+            determines; None counts all. The first token is never predicted.
         attention_mask: as for the model.
         seed: of the intervals.
     Returns:
@@ -69,7 +72,8 @@ def importance_by_order(
         ExactnessError: if the model has an MLP.
         ConfigError: if `scale` is neither.
         HookError: if something edits the run.
-        ShapeError: for tokens without a target; and as `freeze_run`.
+        ShapeError: for tokens without a target, or `targets` of another shape or dtype; and as
+            `freeze_run`.
     Source:
         Elhage et al. 2021; the uniform guess as the reference of order 0 is theirs. Output biases
         and the norm's shift belong to what reads them; they are in all orders.
@@ -85,6 +89,7 @@ def importance_by_order(
     rows = checked_rows(model, tokens)
     batch, length = rows.shape
     mask = check_mask(attention_mask, batch, length, model.device)
+    counted = _checked_targets(targets, rows)
     squares = 8 * config.n_layers * config.n_heads * length**2
     step = max(1, _BYTES // max(squares, 8 * length * config.d_vocab))
     by_order, own = [], []
@@ -97,12 +102,14 @@ def importance_by_order(
             attention_mask=None if mask is None else mask[some],
         )
         assert run.logits is not None
-        own.append(_loss(run.logits.double(), run))
-        by_order.append(_losses(model, run, frozen=scale == "frozen"))
+        own.append(_loss(run.logits.double(), run, counted[some]))
+        by_order.append(_losses(model, run, counted[some], frozen=scale == "frozen"))
     loss = np.concatenate(by_order, axis=1)
     before = np.concatenate([np.full_like(loss[:1], math.log(config.d_vocab)), loss[:-1]])
     marginal = before - loss
     there = marginal[:, ~np.isnan(marginal).any(0)]
+    if not there.size:
+        raise ShapeError("the loss has no target: none of `targets` follows another real token")
     low, high = (np.full(len(loss), np.nan) for _ in range(2))
     if there.shape[1] > 1:
         low, high = percentile_interval(there.T, seed=seed)
@@ -124,7 +131,21 @@ def importance_by_order(
     )
 
 
-def _losses(model: Decoder, run: FrozenRun, *, frozen: bool) -> Float[Array, "order example"]:
+def _checked_targets(targets: Tensor | None, rows: Tensor) -> Bool[Tensor, "batch pos"]:
+    if targets is None:
+        return torch.ones_like(rows, dtype=torch.bool)
+    given = targets[None] if targets.ndim == 1 else targets
+    if given.shape != rows.shape or given.dtype != torch.bool:
+        raise ShapeError(
+            f"targets must be bool [batch, pos] = {list(rows.shape)}, got "
+            f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
+        )
+    return given.to(rows.device)
+
+
+def _losses(
+    model: Decoder, run: FrozenRun, counted: Tensor, *, frozen: bool
+) -> Float[Array, "order example"]:
     """Loss of every order: what heads write in one order is what they would have in the last."""
     n_layers = model.config.n_layers
     saved: list[Tensor | None] = [None] * n_layers
@@ -145,7 +166,7 @@ def _losses(model: Decoder, run: FrozenRun, *, frozen: bool) -> Float[Array, "or
         given = None if run.final_scale is None else run.final_scale[..., 0].double()
         normalised = _normalise(model, norm, stream, given if frozen else None)
         logits = normalised @ model.W_U.detach().double() + model.b_U.detach().double()
-        found.append(_loss(logits, run))
+        found.append(_loss(logits, run, counted))
     return np.stack(found)
 
 
@@ -179,6 +200,10 @@ def _normalise(
     return centred / scale[..., None] * norm.gain + norm.shift
 
 
-def _loss(logits: Float[Tensor, "batch pos d_vocab"], run: FrozenRun) -> Float[Array, " batch"]:
+def _loss(
+    logits: Float[Tensor, "batch pos d_vocab"], run: FrozenRun, counted: Bool[Tensor, "batch pos"]
+) -> Float[Array, " batch"]:
+    """Mean over the counted targets of each example; NaN where it has none."""
     each = next_token_loss(logits, run.tokens, run.mask, per_token=True)
+    each = each.masked_fill(~counted[:, 1:], torch.nan)
     return np.asarray(each.nanmean(1).cpu().numpy())

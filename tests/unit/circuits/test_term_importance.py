@@ -87,6 +87,37 @@ def test_constructed_induction_owes_all_to_single_heads() -> None:
     assert found["low"].isnull().all()  # one example has no interval
 
 
+def test_targets_choose_the_tokens_whose_prediction_counts(build: Build, tokens: Tensor) -> None:
+    model, mask = build({}), left_padded(tokens)
+    targets = torch.zeros_like(tokens, dtype=torch.bool)
+    targets[0, [2, 5]] = True
+    targets[1, 4] = True
+    targets[2, 0] = True  # padding: nobody predicts it
+    found = importance_by_order(model, tokens, targets=targets, attention_mask=mask)
+    with torch.no_grad():
+        each = model(tokens, attention_mask=mask, return_type="loss_per_token")
+    expected = [float(each[0, [1, 4]].mean()), float(each[1, 3]), math.nan]
+    assert found["model_loss"].values == pytest.approx(expected, abs=EXACT, nan_ok=True)
+    assert found["loss"].values[-1] == pytest.approx(expected, abs=EXACT, nan_ok=True)
+    kept = found["marginal"].values[:, :2].mean(1)
+    np.testing.assert_allclose(found["mean"], kept, rtol=0, atol=EXACT)
+
+
+def test_trained_induction_owes_its_repeats_to_single_heads() -> None:
+    """The induction heads read the copied token's embedding; K-composition with the previous-token
+    head decides where, and is in the patterns."""
+    model = load("induction-2l")
+    draws = torch.Generator().manual_seed(0)
+    block = torch.stack([torch.randperm(48, generator=draws)[:16] + 1 for _ in range(8)])
+    tokens = torch.cat([torch.zeros(8, 1, dtype=torch.long), block, block], 1)
+    repeats = torch.zeros_like(tokens, dtype=torch.bool)
+    repeats[:, 18:] = True
+    found = importance_by_order(model, tokens, targets=repeats)
+    assert float(found["low"][1]) > 3.5
+    assert np.abs(found["mean"].values[[0, 2]]) == pytest.approx([0.0, 0.0], abs=0.2)
+    assert float(found["model_loss"].max()) < 0.1
+
+
 def test_examples_in_pieces_give_the_same(
     build: Build, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +136,13 @@ def test_errors_say_what_to_do(build: Build, tokens: Tensor) -> None:
     model = build({})
     with pytest.raises(ConfigError, match="scale must be 'frozen' or 'own', got 'froze'; nearest"):
         importance_by_order(model, tokens, scale="froze")
+    with pytest.raises(
+        ShapeError, match=r"targets must be bool \[batch, pos\] = \[3, 6\], got int"
+    ):
+        importance_by_order(model, tokens, targets=torch.ones_like(tokens))
+    none = torch.zeros_like(tokens, dtype=torch.bool)
+    with pytest.raises(ShapeError, match="loss has no target: none of `targets` follows another"):
+        importance_by_order(model, tokens, targets=none)
     with pytest.raises(ShapeError, match="loss has no target"):
         importance_by_order(model, tokens[:, :1])
     with pytest.raises(ShapeError, match=r"attention_mask must be \[batch, pos\] = \[3, 6\]"):
