@@ -14,7 +14,7 @@ score is -1 when it is not raised at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ def _directions(
     unembed = model.W_U.detach()
     directions = unembed.T[sample].double() - unembed.mean(1, dtype=torch.float64)
     if norm != "none":
-        directions = directions * model.ln_final.w.detach().double()
+        directions = directions * cast(Tensor, model.ln_final.w).detach().double()
     if norm == "layernorm":
         # Centring a write is centring what reads it.
         directions = directions - directions.mean(-1, keepdim=True)

@@ -18,7 +18,7 @@ The four terms of content and position are those that Transformer-XL starts from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from jaxtyping import Float
@@ -112,7 +112,7 @@ def _inputs(model: Decoder, layer: int, acts: list[Tensor]) -> Inputs:
     config = model.config
     norm = model.blocks[layer].ln1
     normed = config.norm != "none"
-    gain = norm.w.detach().double() if normed else 1.0
+    gain = cast(Tensor, norm.w).detach().double() if normed else 1.0
     content = acts[0] * gain
     if config.positions not in _VECTORS:
         return {"content": content}
