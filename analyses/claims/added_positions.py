@@ -16,6 +16,7 @@ from headstream.analyses.claims.ledger import (
     check,
     measurement,
 )
+from headstream.analyses.claims.reading import gained
 from headstream.analyses.claims.variation import observed, shares_of_variation
 from headstream.models.hooks import capture
 
@@ -117,7 +118,7 @@ def _vectors(subject: Subject, length: int) -> Float[Tensor, "pos d_model"]:
     model = subject.model
     config = model.config
     if config.positions != "sinusoidal":
-        return model.pos_embed.W_pos[:length]
+        return model.W_pos[:length]
     place = torch.arange(length, dtype=torch.float64, device=model.device)[:, None]
     pairs = torch.arange(config.d_model // 2, dtype=torch.float64, device=model.device)
     angle = place * torch.exp(-math.log(10000.0) * 2 * pairs / config.d_model)
@@ -128,13 +129,11 @@ def _normalised(
     subject: Subject, layer: int, part: Tensor, scale: Tensor | None, *, with_shift: bool = True
 ) -> Tensor:
     """What the norm makes of one part of its input; the shift belongs to one part alone."""
-    norm = subject.model.blocks[layer].ln1
     if scale is None:
         return part
     if subject.model.config.norm == "layernorm":
         part = part - part.mean(-1, keepdim=True)
-    out = part / scale * norm.w
-    return out + norm.b if with_shift and subject.model.config.norm == "layernorm" else out
+    return gained(subject.model.blocks[layer].ln1, part / scale, shift=with_shift)
 
 
 def _score_terms(subject: Subject, layer: int, content: Tensor, position: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ def _score_terms(subject: Subject, layer: int, content: Tensor, position: Tensor
     config = subject.model.config
     queries = [torch.einsum("bpd,hdk->bphk", part, attn.W_Q) for part in (content, position)]
     keys = [torch.einsum("bpd,hdk->bphk", part, attn.W_K) for part in (content, position)]
-    if attn.b_Q is not None:
+    if attn.b_Q is not None and attn.b_K is not None:
         queries[0], keys[0] = queries[0] + attn.b_Q, keys[0] + attn.b_K
     keys = [key.repeat_interleave(config.group_size, 2) for key in keys]
     return torch.stack(

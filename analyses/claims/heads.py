@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headstream.analyses.claims.complex_form import as_complex, as_real, frequencies, turn
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
+from headstream.analyses.claims.reading import read_hook, read_input
 from headstream.circuits.weights import ov_circuit, qk_circuit
 from headstream.models.attention import Attention, PassContext
 from headstream.models.hooks import capture
@@ -19,16 +20,11 @@ from headstream.models.hooks import capture
 @check("M2", "a head is a QK and an OV product of rank <= d_head: its scores and output from them")
 def _two_circuits(subject: Subject) -> Finding:
     model, config = subject.model, subject.model.config
-    read = "*.ln1.hook_normalized" if config.norm != "none" else "*.hook_resid_pre"
-    _, run = capture(model, subject.tokens, [read, "*.hook_attn_scores", "*.hook_result"])
+    names = [read_hook(config, "*", "attn"), "*.hook_attn_scores", "*.hook_result"]
+    _, run = capture(model, subject.tokens, names)
     findings = []
     for layer in range(config.n_layers):
-        x = run[f"blocks.{layer}.{read.removeprefix('*.')}"]
-        norm = model.blocks[layer].ln1
-        if config.norm != "none":
-            x = x * norm.w
-        if config.norm == "layernorm":
-            x = x + norm.b
+        x = read_input(model, run, layer, "attn")
         attn = f"blocks.{layer}.attn.hook_"
         for head in range(config.n_heads):
             scores = _scores(subject, layer, head, x)
@@ -96,7 +92,8 @@ def _scores(
         query, key = x @ circuit.A, x @ circuit.B.mT
         if b_Q is not None and b_K is not None:
             query, key = query + b_Q, key + b_K
-        return (query @ key.mT * config.scale).tril()
+        full: Tensor = query @ key.mT * config.scale
+        return full.tril()
     scores = x.new_zeros(x.shape[0], x.shape[1], x.shape[1])
     speed = frequencies(config.d_head, config.rotary_base).to(x.device)
     for distance in range(x.shape[1]):
@@ -119,7 +116,8 @@ def _result(
     moved = x @ circuit.A @ circuit.B
     if attn.b_V is not None:
         moved = moved + attn.b_V[head // subject.model.config.group_size] @ attn.W_O[head]
-    return weights @ moved / weights.sum(-1, keepdim=True)
+    result: Tensor = weights @ moved / weights.sum(-1, keepdim=True)
+    return result
 
 
 def _parameters(attn: Attention) -> int:

@@ -183,8 +183,10 @@ def audit(model: Decoder, tokens: Tensor | None = None, *, seed: int = 0) -> Aud
     """
     register_all()
     subject = _subject(model, tokens, seed)
-    claims, rows = [], []
-    for item in sorted([*LEDGER.values(), *MEASUREMENTS], key=_place):
+    claims: list[Claim] = []
+    rows: list[dict[str, Any]] = []
+    items: list[Check | Measurement] = [*LEDGER.values(), *MEASUREMENTS]
+    for item in sorted(items, key=_place):
         claim, row = _run(item, subject) if isinstance(item, Check) else _observe(item, subject)
         if claim is not None:
             claims.append(claim)

@@ -30,12 +30,13 @@ def _remainder(subject: Subject) -> Observation:
     )
 
     def read(streams: Float[Tensor, "component example d_model"]) -> Tensor:
-        return (model.ln_final(streams) * model.W_U[:, answers].T).sum(-1)
+        logits: Tensor = (model.ln_final(streams) * model.W_U[:, answers].T).sum(-1)
+        return logits
 
     effects = read(stream[None]) - read(stream - writes)
     linear = attribution[: len(effects)]
-    by_sequence = ((effects - linear).square().sum(0) / linear.square().sum(0)).sqrt()
-    by_sequence = by_sequence.cpu().numpy()
+    remainder = ((effects - linear).square().sum(0) / linear.square().sum(0)).sqrt()
+    by_sequence = remainder.cpu().numpy()
     by_sequence = by_sequence[by_sequence == by_sequence]
     if not len(by_sequence):
         raise NotApplicable("no write has an attribution")

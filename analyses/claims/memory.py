@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
+from headstream.analyses.claims.reading import read_hook, read_input
 from headstream.models.hooks import capture
 
 _STREAM = "example pos channel"
@@ -41,6 +42,8 @@ def _keys_and_values(subject: Subject) -> Finding:
     findings = []
     for layer, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
         mlp = subject.model.blocks[layer].mlp
+        # One by one is slow: one sequence is enough for every neuron.
+        x, out = x[:1], out[:1]
         total = torch.zeros_like(out) if mlp.b_out is None else mlp.b_out.expand_as(out).clone()
         for start in range(0, mlp.W_in.shape[1], _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
@@ -57,24 +60,15 @@ def _keys_and_values(subject: Subject) -> Finding:
 
 
 def _read_and_written(subject: Subject) -> tuple[list[Tensor], list[Tensor]]:
-    """What each feed-forward layer read and wrote in the run, its norm applied a second time."""
+    """What each feed-forward layer read and wrote in the run, by layer."""
     model = subject.model
     if not model.config.has_mlp:
         raise NotApplicable("no MLP in this model")
-    normed = model.config.norm != "none"
-    read = "*.ln2.hook_normalized" if normed else "*.hook_resid_mid"
-    _, run = capture(model, subject.tokens, [read, "*.hook_mlp_out"])
-    inputs, outputs = [], []
-    for layer in range(model.config.n_layers):
-        x = run[f"blocks.{layer}.{read.removeprefix('*.')}"]
-        norm = model.blocks[layer].ln2
-        if normed:
-            x = x * norm.w
-        if model.config.norm == "layernorm":
-            x = x + norm.b
-        inputs.append(x)
-        outputs.append(run[f"blocks.{layer}.hook_mlp_out"])
-    return inputs, outputs
+    names = [read_hook(model.config, "*", "mlp"), "*.hook_mlp_out"]
+    _, run = capture(model, subject.tokens, names)
+    layers = range(model.config.n_layers)
+    inputs = [read_input(model, run, layer, "mlp") for layer in layers]
+    return inputs, [run[f"blocks.{layer}.hook_mlp_out"] for layer in layers]
 
 
 def _gelu(x: Tensor) -> Tensor:
