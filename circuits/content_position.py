@@ -104,6 +104,7 @@ def score_terms(
         score,
         size=float(config.scale * (q_size @ k_size.mT).max()),
         labels={"query_part": labels, "key_part": labels},
+        attention_mask=attention_mask,
     )
 
 

@@ -14,6 +14,7 @@ each pair by itself.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +82,18 @@ def score_frequencies(
     terms = config.scale * torch.einsum("bitp,bjtp->pbij", query, key)
     size = float(config.scale * (query.abs().flatten(2) @ key.abs().flatten(2).mT).max())
     pairs = {"pair": range(config.d_head // 2)}
-    found = checked_split(model, layer, head, terms, score, size=size, labels=pairs)
-    frequency = _frequencies(config).numpy()
-    return ScoreSplit(
-        found.terms.assign_coords(frequency=("pair", frequency)),
-        found.score,
+    found = checked_split(
+        model,
         layer,
         head,
-        found.largest_error,
-        found.bound,
+        terms,
+        score,
+        size=size,
+        labels=pairs,
+        attention_mask=attention_mask,
     )
+    frequency = ("pair", _frequencies(config).numpy())
+    return dataclasses.replace(found, terms=found.terms.assign_coords(frequency=frequency))
 
 
 def distance_profile(

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstream.circuits.weights import check_head
+from headstream.models.arguments import check_mask
 from headstream.models.errors import ExactnessError, HookError, ShapeError
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
@@ -34,12 +35,14 @@ class ScoreSplit:
         terms: (query_part, key_part, example, query_pos, key_pos) or (pair, example, query_pos,
             key_pos), float64, with the scale in them; NaN where the query may not read the key.
         score: (example, query_pos, key_pos), as the model computed it; -inf where masked.
+        asks: (example, query_pos), whether the query is a real token; padding has scores, too.
         layer, head: whose.
         largest_error, bound: largest |sum of terms - score|, and what it was held to.
     """
 
     terms: xr.DataArray
     score: xr.DataArray
+    asks: xr.DataArray
     layer: int
     head: int
     largest_error: float
@@ -56,13 +59,13 @@ class ScoreSplit:
         The softmax sees differences within a row. With x~ the deviation from the row's mean over
         the keys that may be read, a term's share is the sum over all edges of term~ s~ over that
         of s~^2: the split of the score's variance by covariance. A term that is the same for every
-        key of a row has share 0, one that works against the rest a negative share. The norm's
-        scale belongs to the run, so the shares are those of this model on these tokens.
+        key of a row has share 0, one that works against the rest a negative share. Padding asks
+        nothing and is asked nothing. The shares are those of the model on these tokens.
 
         Returns:
             (term dims..., example), NaN for an example in which no row's scores vary.
         """
-        seen = self.score.where(np.isfinite(self.score))
+        seen = self.score.where(np.isfinite(self.score) & self.asks)
         score = seen - seen.mean("key_pos")
         varied = self.terms - self.terms.mean("key_pos")
         total = (score**2).sum(_EDGES)
@@ -130,12 +133,14 @@ def checked_split(
     *,
     size: float,
     labels: Mapping[str, Sequence[Any]],
+    attention_mask: Tensor | None,
 ) -> ScoreSplit:
     """The split, if the terms sum to the score.
 
     Args:
         size: largest sum of the moduli of all products in a score; rounding is held to it.
         labels: name and coordinate of each axis of the terms.
+        attention_mask: of the run.
     Raises:
         ExactnessError: if they do not, with the largest error and where it is.
     """
@@ -156,6 +161,8 @@ def checked_split(
             f"{bound:.1e}",
             hint="an active hook that edits the layer's q, k or scores breaks the sum: detach it",
         )
+    real = check_mask(attention_mask, *score.shape[:2], score.device)
+    asks = torch.ones(score.shape[:2], dtype=torch.bool) if real is None else real.cpu()
     edges: dict[str, Any] = {
         "example": range(score.shape[0]),
         "query_pos": range(score.shape[1]),
@@ -165,6 +172,7 @@ def checked_split(
     return ScoreSplit(
         terms=xr.DataArray(terms.cpu().numpy(), dims=tuple(coords), coords=coords),
         score=xr.DataArray(score.double().cpu().numpy(), dims=tuple(edges), coords=edges),
+        asks=xr.DataArray(asks.numpy(), dims=tuple(edges)[:2]),
         layer=layer,
         head=head,
         largest_error=largest,

@@ -139,7 +139,8 @@ def turn_rows(rows: Float[Tensor, "n d_head"], by: int, base: float) -> Float[Te
 def check_head(config: DecoderConfig, layer: int, head: int) -> None:
     """Raise ShapeError unless the model has this head."""
     for name, given, size in (("layer", layer, config.n_layers), ("head", head, config.n_heads)):
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < size:
+        whole = hasattr(given, "__index__") and not isinstance(given, bool)
+        if not whole or not 0 <= given < size:
             raise ShapeError(
                 f"{name} must be a whole number in [0, {size}) = [0, n_{name}s), got {given!r}"
             )

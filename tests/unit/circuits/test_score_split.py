@@ -125,6 +125,19 @@ def test_shares_sum_to_one_and_ignore_what_is_the_same_for_every_key(
     np.testing.assert_allclose(shares.sum("pair"), 1, rtol=0, atol=1e-12)
 
 
+def test_padding_takes_no_part_in_shares(model_a: Decoder) -> None:
+    """On the left it has no key at all, on the right scores that nobody asked for."""
+    plain = score_terms(model_a, torch.tensor([[3, 1, 4, 1]]), 1, 2).shares()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    padded = torch.tensor([[9, 9, 3, 1, 4, 1], [3, 1, 4, 1, 9, 9]])
+    found = score_terms(model_a, padded, 1, 2, attention_mask=mask)
+    assert found.terms[:, :, 0, :2].isnull().all()
+    assert found.terms[:, :, 1, 4:, :4].notnull().all()
+    for example in range(2):
+        shares = found.shares()[:, :, example]
+        np.testing.assert_allclose(shares, plain[:, :, 0], rtol=0, atol=1e-10)
+
+
 def test_shares_of_a_head_that_scores_everything_alike_are_undefined(build: Build) -> None:
     model = build({"positions": "none"})
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -140,6 +141,16 @@ def test_layer_and_head_out_of_range_name_the_range(function: Any) -> None:
         ShapeError, match=r"head must be a whole number in \[0, 4\) = \[0, n_heads\), got -1"
     ):
         function(decoder(), 0, -1)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_heads_may_be_numpy_integers_and_nothing_else() -> None:
+    model = decoder()
+    layer, head = np.argwhere(np.array([[0, 0, 0], [0, 0, 1]]))[0]
+    assert torch.equal(ov_circuit(model, layer, head).AB, ov_circuit(model, 1, 2).AB)
+    for bad in (True, 1.0, "1", None):
+        with pytest.raises(ShapeError, match="head must be a whole number in"):
+            ov_circuit(model, 0, bad)  # type: ignore[arg-type]
 
 
 def test_distance_and_rotary_go_together() -> None:
