@@ -2,6 +2,7 @@ from .claims.ledger import audit as audit
 from .evidence import Claim as Claim
 from .evidence import Evidence as Evidence
 from .kinds import AuditResult as AuditResult
+from .kinds import CircuitsResult as CircuitsResult
 from .kinds import DecompositionResult as DecompositionResult
 from .kinds import HeadsResult as HeadsResult
 from .kinds import SinksResult as SinksResult
@@ -12,6 +13,7 @@ from .result import Provenance as Provenance
 from .result import Result as Result
 from .standard import standard_study as standard_study
 from .stored import load_result as load_result
+from .studies.circuits import circuits as circuits
 from .studies.heads import heads as heads
 from .studies.heads import long_heads as long_heads
 from .studies.sinks import sinks as sinks

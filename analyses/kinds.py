@@ -5,6 +5,9 @@ heads          value, low, high   (score, layer, head)   chance (score)   label 
 decomposition  attribution (component, example)   mean, low, high (component)   total (example)
 audit          no arrays: one claim a statement that was checked or measured, and in
                details["rows"] every check, with those that do not apply
+circuits       copying, first, behaviour (and _low, _high, _chance), qk_rank, ov_rank, distance,
+               distance_excess (layer, head); in details["cards"] one card a head, in
+               details["pairs"] the strongest compositions: through, earlier, later, score
 sinks          sink_mass (and _low, _high), sink_rate, value_drain, written_drain (layer, head)
                mass_by_position (layer, head, position)   peak (layer)
                effect (and _low, _high, _p, _control, _causal) (cut, layer, head)
@@ -21,6 +24,17 @@ import numpy as np
 from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.result import Result
 from headstream.models.names import head_name
+
+# "Most tokens" where a head is said to copy, or to look for its own token.
+MOST_TOKENS = 0.5
+_NAMED = 4
+
+
+def _some(names: list[str]) -> str:
+    """The first few names as a list in a sentence, the others counted."""
+    if len(names) > _NAMED:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,6 +92,49 @@ class AuditResult(Result):
         checked = [c for c in self.claims if c.evidence in (Evidence.PROVEN, Evidence.FAILED)]
         passed = sum(claim.evidence is Evidence.PROVEN for claim in checked)
         return f"{passed} of {len(checked)} checks passed"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CircuitsResult(Result):
+    """Every head taken apart: what its circuits match and move, and whom it composes with."""
+
+    kind: ClassVar[str] = "circuits"
+
+    @property
+    def copiers(self) -> list[str]:
+        """Heads that copy: a score over random heads', and most tokens raise themselves most."""
+        score, first = self.data["copying"].values.ravel(), self.data["first"].values.ravel()
+        above = (score > self.details["copying_random"][1]) & (first >= MOST_TOKENS)
+        cards = self.details["cards"]
+        return [str(card["head"]) for card, copies in zip(cards, above, strict=True) if copies]
+
+    @property
+    def matching(self) -> dict[str, str]:
+        """Heads that look for their own token, and the earlier head in whose writes they do."""
+        return {
+            str(card["head"]): str(card["through"][0][0])
+            for card in self.details["cards"]
+            if card["through"] and card["through"][0][1] >= MOST_TOKENS
+        }
+
+    def summary(self) -> str:
+        copiers, matching = self.copiers, self.matching
+        groups: dict[tuple[str, bool], list[str]] = {}
+        for head, through in matching.items():
+            groups.setdefault((through, head in copiers), []).append(head)
+        words = []
+        for (through, copies), heads in groups.items():
+            many = len(heads) > 1
+            words.append(
+                f"{_some(heads)} {'look for their' if many else 'looks for its'} own token in "
+                f"what {through} wrote about earlier tokens"
+            )
+            if copies:
+                words[-1] += " and copy what they find" if many else " and copies what it finds"
+        rest = [head for head in copiers if head not in matching]
+        if rest:
+            words.append(f"{_some(rest)} {'copy' if len(rest) > 1 else 'copies'}")
+        return "; ".join(words or ["no head copies"]) + " (weights alone)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -32,6 +32,7 @@ _KINDS = {
     "heads": "headstream.analyses.kinds:HeadsResult",
     "decomposition": "headstream.analyses.kinds:DecompositionResult",
     "audit": "headstream.analyses.kinds:AuditResult",
+    "circuits": "headstream.analyses.kinds:CircuitsResult",
     "sinks": "headstream.analyses.kinds:SinksResult",
 }
 
@@ -52,6 +53,15 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "heads": {"n": int},
     "decomposition": {"norm": str, "largest_error": (int, float)},
     "audit": {"rows": list},
+    "circuits": {
+        "n": int,
+        "cards": list,
+        "pairs": list,
+        "composition": dict,
+        "copying_random": list,
+        "first_chance": (int, float),
+        "caveats": list,
+    },
     "sinks": {
         "chance": (int, float),
         "n": int,
@@ -69,6 +79,10 @@ _ARRAYS = {
     ),
     "heads": ("label",),
     "decomposition": ("mean", "total"),
+    "circuits": (
+        *("copying", "first", "behaviour", "behaviour_low", "behaviour_high", "behaviour_chance"),
+        *("qk_rank", "ov_rank", "distance", "distance_excess"),
+    ),
     "sinks": ("sink_mass", "sink_mass_low", "effect_causal"),
 }
 

@@ -7,6 +7,7 @@ from .behavioural_copying import behavioural_copying_score as behavioural_copyin
 from .composition import composition_scores as composition_scores
 from .content_position import score_terms as score_terms
 from .copying import copying_score as copying_score
+from .decomposition import ResidualDecomposition as ResidualDecomposition
 from .folding import fold as fold
 from .heads import HeadCensus as HeadCensus
 from .heads import score_heads as score_heads
@@ -45,7 +46,6 @@ from .pattern_preserving import pattern_preserving_ablation as pattern_preservin
 from .prefix_trace import prefix_matching_trace as prefix_matching_trace
 from .reads import HeadReads as HeadReads
 from .reads import residual_reads as residual_reads
-from .residual import ResidualDecomposition as ResidualDecomposition
 from .residual import decompose_residual as decompose_residual
 from .rotary_profile import distance_profile as distance_profile
 from .rotary_profile import score_frequencies as score_frequencies

@@ -96,6 +96,13 @@ def cli() -> None:
     """
 
 
+def with_commands() -> click.Group:
+    """`cli` with every command in it: importing a command registers it."""
+    from headstream.commands import audit, circuits, heads, models, report, sinks, train  # noqa: F401
+
+    return cli
+
+
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that every command takes; the command gets them as one `Options`."""
 
@@ -125,12 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed, not raised."""
-    # Importing a command registers it.
-    from headstream.commands import audit, heads, models, report, sinks, train  # noqa: F401
 
     parsed: dict[str, Options] = {}
     try:
-        code = cli.main(
+        code = with_commands().main(
             args=list(arguments), prog_name="headstream", standalone_mode=False, obj=parsed
         )
         return code if isinstance(code, int) else 0

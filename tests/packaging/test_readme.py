@@ -49,8 +49,7 @@ def test_the_sections_come_in_the_agreed_order() -> None:
 
 
 def test_every_command_of_the_table_exists() -> None:
-    from headstream import commands  # noqa: F401  registers them
-    from headstream.cli import cli
+    from headstream.cli import with_commands
 
     named = set(re.findall(r"^\| `headstream ([a-z]+)", README, re.M))
-    assert named == set(cli.commands)
+    assert named == set(with_commands().commands)
