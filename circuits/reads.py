@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headstream.circuits.attribution import TokenIds, row_positions
-from headstream.circuits.residual import require_room
+from headstream.circuits.decomposition import require_room
 from headstream.circuits.selection import indices
 from headstream.circuits.shares import ShareReader
 from headstream.circuits.undisturbed import undisturbed
@@ -257,7 +257,7 @@ def residual_reads(
         require_room(3 * count * real.numel() * config.d_head * 8, f"reads of {count} writes")
         reader = ShareReader(model, layer, groups, stream, acts)
         kv_head = head // config.group_size
-        shares = [
+        q, k, v = shares = [
             reader.shares(letter, head if letter == "q" else kv_head, acts[stem + letter])
             for letter in READS
         ]
@@ -267,7 +267,9 @@ def residual_reads(
             places = count_positions(real, none_before)
             tables = rotary_tables(places, config.d_head, config.rotary_base, model.dtype)
         return HeadReads(
-            *(_labelled(share.values, share.labels) for share in shares),
+            q=_labelled(q.values, q.labels),
+            k=_labelled(k.values, k.labels),
+            v=_labelled(v.values, v.labels),
             layer=layer,
             head=head,
             kv_head=kv_head,

@@ -19,7 +19,7 @@ import xarray as xr
 from torch import Tensor
 
 from headstream.circuits.attribution import TokenIds, readout_of, row_positions
-from headstream.circuits.residual import require_room
+from headstream.circuits.decomposition import require_room
 from headstream.circuits.selection import indices
 from headstream.circuits.shares import ShareReader
 from headstream.circuits.source_tokens import LayerRun, attended_with, layer_run, sources_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstream.circuits import residual
+from headstream.circuits import decomposition, residual
 from headstream.circuits.attribution import FROZEN, NO_NORM, OWN
 from headstream.circuits.residual import decompose_residual
 from headstream.circuits.writes import HeadWrites, PlainWrite
@@ -299,7 +299,7 @@ def test_tokens_and_positions_that_do_not_exist() -> None:
 def test_too_many_writes_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     found = decompose_residual(decoder(), prompts())
     layer = found.layer_writes(1)
-    monkeypatch.setattr(residual, "_LIMIT", layer.nbytes)
+    monkeypatch.setattr(decomposition, "LIMIT", layer.nbytes)
     with pytest.raises(
         ShapeError, match=r"^10 writes for \[3, 6\] .*take 17,280 bytes, over the limit of 6,912; "
     ):
