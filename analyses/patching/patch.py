@@ -3,18 +3,18 @@
 1. run clean and corrupted, and measure both
 2. sweep the grid: the site's values from the pair (or zero, mean, resampled) into the other run
 3. sweep it twice more as controls: with a run's own values, with an unrelated pair's
+   (the work of all three in fixed blocks, `sweep_plan`; an engine runs them, `engines`)
 4. infer (`inference`), label (`conclusions`), and hand back a `PatchingResult`
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from headstream.analyses.patching import inference
@@ -24,20 +24,12 @@ from headstream.analyses.patching.conclusions import (
     random_sites_95,
     warnings_of,
 )
-from headstream.analyses.patching.hooked_engine import (
-    Donor,
-    Run,
-    mean_of_run,
-    record,
-    rows_of_run,
-    sweep,
-    zero_of_run,
-)
+from headstream.analyses.patching.engines import Engine, open_sweep
 from headstream.analyses.patching.labelled import describe_gap, labelled
-from headstream.analyses.patching.metrics import Metric, evaluate, second_metric
+from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.rows import check_seed
-from headstream.analyses.patching.sites import Grid, plan
+from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
@@ -46,7 +38,6 @@ from headstream.models.vocabulary import check_tokens
 
 Direction = Literal["denoise", "noise"]
 Values = Literal["pair", "zero", "mean", "resample"]
-Engine = Literal["hooks"]
 
 # Batched products round differently; the bound on the self-patch where it need not be bitwise.
 SELF_PATCH = 1e-4
@@ -55,11 +46,11 @@ SELF_PATCH = 1e-4
 def patch(
     model: Decoder,
     task: Task | Any,
-    site: str,
+    site: str | Any,
     *,
     direction: str = "denoise",
     values: str = "pair",
-    engine: str = "hooks",
+    engine: str = "suffix",
     layers: Any = None,
     heads: Any = None,
     positions: Any = None,
@@ -77,7 +68,9 @@ def patch(
     Args:
         model: the decoder.
         task: a `Task`: pairs of prompts, answers and metric.
-        site: `resid_pre resid_mid resid_post attn_out mlp_out z q k v`.
+        site: `resid_pre resid_mid resid_post attn_out mlp_out z q k v pattern mlp_post`, or named
+            sets of sites, each patched together: `{"pair": [At("z", 0, 1), At("z", 1, 3)]}`.
+            The pattern keeps the values that it meets and is not renormalised.
         direction: `denoise` puts clean values into the corrupted run and shows what suffices to
             restore the answer; `noise` puts corrupted values into the clean run and shows what is
             needed. Neither mirrors the other: denoising misses the members of an AND, noising
@@ -87,12 +80,17 @@ def patch(
         values: `pair` takes them from the pair's other run; `mean` from the mean of that run over
             all pairs, position by position; `resample` from that run of another pair; `zero`.
             `resample` is the unrelated-prompt control itself, so it can carry no CAUSAL label.
-        engine: `hooks`, one hooked forward pass a cell.
-        layers, heads: restrict the grid. For k and v, `heads` are key/value heads.
+        engine: `suffix` recomputes only what a patch changes; `hooks` is the definition, one hooked
+            forward pass a cell, and the one for a model that carries hooks or edits. Their numbers
+            agree to rounding.
+        layers, heads: restrict the grid. For k and v, `heads` are key/value heads, for mlp_post
+            neurons.
         positions: `each` real position of a row counted from its first real token, `all` positions
             of a row at once, `roles` of the task, or a list of positions (negative ones count from
             each row's end). By default `each` for sites on the stream, `all` for heads. Positions
             that a row lacks are NaN for its pair, and every mean is over the pairs that have them.
+            For the pattern a position is the query's (a row of it), and there are also `edges` (all
+            of them) or a list of edges `(query, key)`, each end a position or a role.
         seed: in [0, 2**63), of sign flips, resamples and of which pairs are unrelated.
         n_flips: sign patterns; all of them if there are no more than this.
         progress: show a bar on stderr, if that is a terminal.
@@ -102,6 +100,7 @@ def patch(
     Raises:
         TaskError: on an argument that does not fit, or if clean and corrupted give the same metric.
         TokenError, ShapeError: on tokens that do not fit the model.
+        HookError: with `engine="suffix"`, if hooks or edits are on the model.
     Source:
         Heimersheim & Nanda 2024 (arXiv 2404.15255); Zhang & Nanda 2023 (arXiv 2309.16042). We
         correct for the whole grid and average before dividing.
@@ -117,75 +116,68 @@ def patch(
             hint="build one with Task(clean, corrupted, answer, wrong), or Task.for_model(model)",
         )
     _check_fits(model, task)
-    grid = plan(model.config, task, site, layers=layers, heads=heads, positions=positions)
-    with torch.no_grad():
-        return _patch(model, task, grid, direction, values, seed, n_flips, progress, backend)
+    plan = SweepPlan(
+        task,
+        site,
+        direction=direction,
+        values=values,
+        layers=layers,
+        heads=heads,
+        positions=positions,
+        seed=seed,
+        backend=backend,
+    )
+    return _patch(model, plan, engine, n_flips, progress)
 
 
 def _patch(
-    model: Decoder,
-    task: Task,
-    grid: Grid,
-    direction: str,
-    values: str,
-    seed: int,
-    n_flips: int,
-    progress: bool,
-    backend: str | None,
+    model: Decoder, plan: SweepPlan, engine: str, n_flips: int, progress: bool
 ) -> PatchingResult:
-    n = len(task)
-    runs = {
-        "clean": record(model, task, task.clean, grid, backend),
-        "corrupted": record(model, task, task.corrupted, grid, backend),
-    }
-    into, source = ("corrupted", "clean") if direction == "denoise" else ("clean", "corrupted")
-    tokens = task.corrupted if direction == "denoise" else task.clean
-    metrics = (task.metric, second_metric(task.metric, task))
-
-    def measure(logits: Tensor) -> np.ndarray:
-        reference = runs["clean"].logits
-        return np.stack([evaluate(metric, logits, task, reference) for metric in metrics])
-
-    base = {name: measure(run.logits) for name, run in runs.items()}
-    clean, corrupted = base["clean"][0], base["corrupted"][0]
+    task, seed, backend = plan.task, plan.seed, plan.backend
+    grid, n = plan.grid(model.config), len(task)
+    sweep = open_sweep(model, plan, engine)
+    clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
     rounding = 4 * torch.finfo(model.dtype).eps * float(np.abs([clean, corrupted]).max())
     _check_gap(task, clean, corrupted, rounding)
-    others = _unrelated_rows(task, grid, seed)
 
+    work = blocks(plan, model.config)
+    passes = {
+        kind: np.full((len(plan.metrics), grid.size, n), np.nan)
+        for kind in dict.fromkeys(block.kind for block in work)
+    }
     with tqdm(
-        total=3 * grid.size, desc=f"patch {grid.site.name}", disable=None if progress else True
+        total=len(passes) * grid.size,
+        desc=f"patch {grid.name}",
+        disable=None if progress else True,
     ) as bar:
-
-        def effects_of(donor: Donor) -> np.ndarray:
-            """[metric, site dims..., example]; NaN where a row was not patched."""
-            rows = []
-            for logits, patched in sweep(model, task, tokens, grid, donor, backend):
-                moved = measure(logits) - base[into]
-                rows.append(np.where(patched.numpy(), moved, np.nan))
-                bar.update()
-            return np.stack(rows, axis=1).reshape(len(metrics), *grid.shape, n)
-
-        found = effects_of(_donor(values, runs[source], others))
-        own = effects_of(rows_of_run(runs[into], torch.arange(n)))[0]
-        unrelated = effects_of(rows_of_run(runs[source], others))[0]
+        for block in work:
+            passes[block.kind][:, list(block.cells)] = sweep.run(block)
+            bar.update(len(block.cells))
+    swept = {kind: found.reshape(-1, *grid.shape, n) for kind, found in passes.items()}
+    found, own = swept["effects"], swept["self"][0]
+    # Resampled values are the unrelated pair's.
+    unrelated = swept.get("unrelated", found)[0]
+    self_patch = float(np.nanmax(np.abs(own)))
+    # No effect is smaller than what the engine's own rounding makes of no change.
+    rounding = max(rounding, self_patch)
 
     gap = clean - corrupted
     gap_details, refused = describe_gap(gap, task.metric.unit, seed=seed)
-    exact = (backend or model.backend) == "naive"
+    exact = engine == "hooks" and (backend or model.backend) == "naive"
     flips = inference.sign_flips(found[0], n_flips=n_flips, seed=seed, floor=rounding)
     details: dict[str, Any] = {
-        "site": grid.site.name,
+        "site": grid.name,
         "positions": grid.positions,
-        "direction": direction,
-        "values": values,
-        "engine": "hooks",
+        "direction": plan.direction,
+        "values": plan.values,
+        "engine": engine,
         "metric": _described(task.metric),
-        "second_metric": _described(metrics[1]),
+        "second_metric": _described(plan.metrics[1]),
         "family": int(flips.family.sum()),
         "flips": flips.flips,
         "flips_exact": flips.exact,
         "alpha": inference.ALPHA,
-        "self_patch_max": float(np.nanmax(np.abs(own))),
+        "self_patch_max": self_patch,
         "self_patch_bound": 0.0 if exact else SELF_PATCH * float(np.abs(gap).mean()),
         "random_site_95": None,
         "gap": gap_details,
@@ -195,7 +187,7 @@ def _patch(
         "prompts": pairs_as_values(task, model),
         "warnings": [],
     }
-    sign = 1.0 if direction == "denoise" else -1.0
+    sign = 1.0 if plan.direction == "denoise" else -1.0
     data = labelled(
         grid.coords,
         found[0],
@@ -211,36 +203,19 @@ def _patch(
     data["causal"] = causal_cells(data, details)
     details["random_site_95"] = random_sites_95(data)
     details["warnings"] = warnings_of(data, details)
-    if not np.any(np.nan_to_num(found[0])):
+    if not np.any(np.abs(np.nan_to_num(found[0])) > rounding * bool(self_patch)):
         warnings.warn(
-            f"patch of {grid.site.name}: every effect is exactly zero; nothing that was patched "
+            f"patch of {grid.name}: every effect is exactly zero; nothing that was patched "
             "reaches the answer",
             stacklevel=3,
         )
     return PatchingResult(
-        title=f"Causal patching of {grid.site.name}, {'denoising' if sign > 0 else 'noising'}",
+        title=f"Causal patching of {grid.name}, {'denoising' if sign > 0 else 'noising'}",
         data=data,
         provenance=Provenance.of(model, seed=seed, backend=backend),
         claims=claims_of(data, details),
         details=details,
     )
-
-
-def _donor(values: str, source: Run, others: Tensor) -> Donor:
-    donors: dict[str, Callable[[], Donor]] = {
-        "pair": lambda: rows_of_run(source, torch.arange(len(others))),
-        "zero": lambda: zero_of_run(source),
-        "mean": lambda: mean_of_run(source),
-        "resample": lambda: rows_of_run(source, others),
-    }
-    return donors[values]()
-
-
-def _unrelated_rows(task: Task, grid: Grid, seed: int) -> Tensor:
-    """Another pair for each pair: of equal length, unless places are named by role."""
-    by_role = grid.positions == "roles"
-    groups = torch.zeros(len(task), dtype=torch.int64) if by_role else task.lengths
-    return torch.from_numpy(inference.partners(groups.numpy(), seed=seed))
 
 
 def _described(metric: Metric) -> dict[str, str]:
@@ -255,8 +230,6 @@ def _described(metric: Metric) -> dict[str, str]:
 def _check_option(argument: str, value: object, options: Sequence[str]) -> None:
     if value in options:
         return
-    if argument == "engine" and value == "suffix":
-        raise TaskError("engine 'suffix' is not there yet", hint="use engine='hooks'")
     raise TaskError(
         f"{argument} must be one of {', '.join(map(repr, options))}, got {value!r}",
         hint=nearest(str(value), options),

@@ -293,18 +293,23 @@ def least_notable(data: xr.Dataset, details: Mapping[str, Any]) -> float:
 
 
 def site_label(where: Mapping[str, Any]) -> str:
-    """The short name of a cell: `L1H4`, `L1KV0` (a key/value head), `L1H4@7`, `L0@query`.
+    """The short name of a cell: `L1H4`, `L1KV0` (a key/value head), `L1N37` (a neuron), `L1H4@7`,
+    `L0@query`, `L1H4@9<-3` (an edge of the pattern), or the name of a set.
 
     Example:
         >>> site_label({"layer": 1, "head": 4, "role": "query"})
         'L1H4@query'
     """
+    if "set" in where:
+        return str(where["set"])
     layer = int(where["layer"])
     if "head" in where:
         label = head_name(layer, int(where["head"]))
     elif "kv_head" in where:
         label = f"L{layer}KV{int(where['kv_head'])}"
+    elif "neuron" in where:
+        label = f"L{layer}N{int(where['neuron'])}"
     else:
         label = f"L{layer}"
-    place = where.get("pos", where.get("role"))
+    place = where.get("pos", where.get("role", where.get("edge")))
     return label if place is None else f"{label}@{place}"

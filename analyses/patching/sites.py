@@ -5,27 +5,28 @@
     z                                output of a head before W_O                    (layer, head)
     q                                queries of a head, before rotation             (layer, head)
     k v                              keys and values of a key/value head            (layer, kv_head)
+    pattern                          attention of a head: whole, by query, by edge  (layer, head)
+    mlp_post                         neurons after the activation                   (layer, neuron)
 
-A cell is one layer, one head where the site has heads, and one place: a real position counted from
-the start of each row, a role, or the whole row.
+A cell is one layer, one head (or neuron) where the site has them, and one place: a real position
+counted from the start of each row, a role, the whole row, or for the pattern one edge. A cell of a
+`SetGrid` is a set of such sites, patched together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
+from headstream.analyses.patching.places import Place, places_of, whole_numbers
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import TaskError, nearest
 
-HeadAxis = Literal["head", "kv_head"]
+HeadAxis = Literal["head", "kv_head", "neuron"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Site:
     Attributes:
         name: as in `patch(..., site=name)`.
         hook: its hook, with `{layer}` open.
-        heads: the axis of heads it has, or None.
+        heads: the axis of heads (or neurons) it has, or None.
         needs_mlp: whether an attention-only model lacks it.
         default_positions: what `positions=None` means.
     """
@@ -44,6 +45,11 @@ class Site:
     hook: str
     heads: HeadAxis | None = None
     needs_mlp: bool = False
+
+    @property
+    def one_wide(self) -> bool:
+        """Whether a unit of it is one number, as a neuron is."""
+        return self.heads == "neuron"
 
     @property
     def default_positions(self) -> str:
@@ -62,21 +68,35 @@ SITES: dict[str, Site] = {
         Site("q", "blocks.{layer}.attn.hook_q", heads="head"),
         Site("k", "blocks.{layer}.attn.hook_k", heads="kv_head"),
         Site("v", "blocks.{layer}.attn.hook_v", heads="kv_head"),
+        Site("pattern", "blocks.{layer}.attn.hook_pattern", heads="head"),
+        Site("mlp_post", "blocks.{layer}.mlp.hook_post", heads="neuron", needs_mlp=True),
     )
 }
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in a row a cell lies.
+class Edit:
+    """One activation that a patch replaces: a layer's, a head's where the site has them, a place's.
 
     Attributes:
-        name: the position, the role, or None for the whole row.
-        columns: the columns of each row that belong to it; -1 where a row has none.
+        site: what is patched.
+        layer: of the model.
+        head: head, key/value head or neuron; None for sites without.
+        place: where in each row.
     """
 
-    name: int | str | None
-    columns: Int[Tensor, "example slot"]
+    site: Site
+    layer: int
+    head: int | None
+    place: Place
+
+    @property
+    def hook(self) -> str:
+        return self.site.hook.format(layer=self.layer)
+
+
+# What one patched run replaces: one activation, or several together.
+Cell = tuple[Edit, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ class Grid:
         site: what is patched.
         layers, heads: indices; heads is None for sites without.
         places: positions, roles, or the whole row once.
-        positions: "all", "each", "roles", or "listed" for a given list.
+        positions: "all", "each", "roles", "edges", or "listed" for a given list.
     """
 
     site: Site
@@ -108,7 +128,9 @@ class Grid:
         if self.heads is not None and self.site.heads is not None:
             axes[self.site.heads] = np.array(self.heads, dtype=np.int64)
         names = [place.name for place in self.places]
-        if self.positions == "roles":
+        if self.positions == "edges":
+            axes["edge"] = np.array(names, dtype=np.str_)
+        elif self.positions == "roles":
             axes["role"] = np.array(names, dtype=np.str_)
         elif self.positions != "all":
             axes["pos"] = np.array(names, dtype=np.int64)
@@ -122,6 +144,17 @@ class Grid:
     def size(self) -> int:
         """Number of cells: hooked forward passes of one sweep."""
         return int(np.prod(self.shape))
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell, in the order of the axes."""
+        for layer in self.layers:
+            for head in (None,) if self.heads is None else self.heads:
+                for place in self.places:
+                    yield (Edit(self.site, layer, head, place),)
 
 
 def plan(
@@ -138,24 +171,33 @@ def plan(
     Raises:
         TaskError: naming the argument, what was given, and what this model and task allow.
     """
-    found = _find(site, config)
+    found = find_site(site, config)
     chosen_layers = _indices("layers", layers, config.n_layers, "layer")
     chosen_heads = None
     if found.heads is not None:
-        count = config.n_heads if found.heads == "head" else config.kv_heads
-        chosen_heads = _heads(found, heads, count, config)
+        chosen_heads = _heads(found, heads, units_of(found, config), config)
     elif heads is not None:
         raise TaskError(
             f"heads={heads!r} was given, but site {site!r} has no head axis",
-            hint="sites with heads are z, q, k and v",
+            hint="sites with heads are z, q, k, v and pattern; mlp_post has neurons",
         )
-    name, places = _places(task, found.default_positions if positions is None else positions)
+    name, places = places_of(
+        task,
+        found.default_positions if positions is None else positions,
+        edges=found.name == "pattern",
+    )
     return Grid(found, chosen_layers, chosen_heads, places, name)
 
 
-def _find(site: object, config: DecoderConfig) -> Site:
-    if site == "pattern":
-        raise TaskError("site 'pattern' is not there yet", hint=f"sites now are {', '.join(SITES)}")
+def units_of(site: Site, config: DecoderConfig) -> int:
+    """How many heads, key/value heads or neurons a layer has at a site that has them."""
+    if site.heads == "neuron":
+        assert config.d_mlp is not None
+        return config.d_mlp
+    return config.n_heads if site.heads == "head" else config.kv_heads
+
+
+def find_site(site: object, config: DecoderConfig) -> Site:
     if not isinstance(site, str) or site not in SITES:
         raise TaskError(
             f"site must be one of {', '.join(SITES)}, got {site!r}", hint=nearest(str(site), SITES)
@@ -171,7 +213,7 @@ def _find(site: object, config: DecoderConfig) -> Site:
 
 def _heads(site: Site, given: Any, count: int, config: DecoderConfig) -> tuple[int, ...]:
     if site.heads == "kv_head" and given is not None:
-        for head in _whole_numbers("heads", given):
+        for head in whole_numbers("heads", given):
             if count <= head < config.n_heads:
                 raise TaskError(
                     f"heads holds {head}, but site {site.name!r} has key/value heads "
@@ -185,62 +227,8 @@ def _heads(site: Site, given: Any, count: int, config: DecoderConfig) -> tuple[i
 def _indices(argument: str, given: Any, count: int, axis: str) -> tuple[int, ...]:
     if given is None:
         return tuple(range(count))
-    values = _whole_numbers(argument, given)
+    values = whole_numbers(argument, given)
     for value in values:
         if not 0 <= value < count:
             raise TaskError(f"{argument} holds {value}, but {axis} runs from 0 to {count - 1}")
     return values
-
-
-def _whole_numbers(argument: str, given: Any) -> tuple[int, ...]:
-    listed = isinstance(given, (Sequence, range)) and not isinstance(given, str)
-    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in given):
-        raise TaskError(f"{argument} must be a list of whole numbers, got {given!r}")
-    values = tuple(given)
-    if not values:
-        raise TaskError(f"{argument} is empty")
-    if len(set(values)) < len(values):
-        raise TaskError(f"{argument} names one twice: {list(values)}")
-    return values
-
-
-def _places(task: Task, positions: Any) -> tuple[str, tuple[Place, ...]]:
-    columns = task.columns
-    longest = columns.shape[1]
-    if isinstance(positions, str):
-        if positions == "all":
-            return "all", (Place(None, columns),)
-        if positions == "each":
-            return "each", tuple(Place(r, columns[:, r : r + 1]) for r in range(longest))
-        if positions == "roles":
-            return "roles", _roles(task)
-        raise TaskError(
-            f"positions must be 'all', 'each', 'roles' or a list of positions, got {positions!r}",
-            hint=nearest(positions, ("all", "each", "roles")),
-        )
-    listed = []
-    for place in _whole_numbers("positions", positions):
-        if not -longest <= place < longest:
-            raise TaskError(
-                f"positions holds {place}, but the longest prompt has {longest} real tokens"
-            )
-        listed.append(Place(place, _column(task, place)))
-    return "listed", tuple(listed)
-
-
-def _roles(task: Task) -> tuple[Place, ...]:
-    if not task.roles:
-        raise TaskError(
-            "positions='roles' needs roles, and the task names none",
-            hint="pass Task(..., roles={'query': -1, ...})",
-        )
-    return tuple(
-        Place(name, task.columns.gather(1, place[:, None])) for name, place in task.roles.items()
-    )
-
-
-def _column(task: Task, place: int) -> Tensor:
-    """Column of a real position, counted from each row's end where negative; -1 if absent."""
-    index = torch.full((len(task),), place) if place >= 0 else task.lengths + place
-    found = task.columns.gather(1, index.clamp(min=0)[:, None])
-    return torch.where(index[:, None] < 0, -1, found)

@@ -47,8 +47,14 @@ def verb(details: Mapping[str, Any], share: float | None, *, many: bool | None) 
 def nouns(data: xr.Dataset) -> tuple[str, str]:
     """What the cells are: one, and many."""
     dims = set(data["mean"].dims)
+    if "set" in dims:
+        return "set", "sets"
+    if "edge" in dims:
+        return "edge", "edges"
     if "pos" in dims or "role" in dims:
         return "site", "sites"
+    if "neuron" in dims:
+        return "neuron", "neurons"
     if "head" in dims:
         return "head", "heads"
     if "kv_head" in dims:

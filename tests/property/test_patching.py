@@ -64,7 +64,7 @@ def tasks(draw: st.DrawFn) -> Task:
 def test_nothing_outside_the_cone_and_nothing_from_itself(
     model: Decoder, task: Task, site: str
 ) -> None:
-    result = patch(model, task, site, positions="each", n_flips=1)
+    result = patch(model, task, site, positions="each", n_flips=1, engine="hooks")
     assert result.details["self_patch_max"] == 0.0
     changed, read = int(task.roles["changed"][0]), int(task.answer_pos[0])
     reaches = (result.effects["pos"] >= changed) & (result.effects["pos"] <= read)

@@ -17,7 +17,7 @@ from headstream.analyses.patching.hooked_engine import (
     sweep,
     zero_of_run,
 )
-from headstream.analyses.patching.sites import Grid, plan
+from headstream.analyses.patching.sites import Edit, Grid, plan
 from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture
@@ -31,7 +31,8 @@ def grid_of(model: Decoder, task: Task, site: str, **options: object) -> Grid:
 
 def swept(model: Decoder, task: Task, grid: Grid, donor: Donor) -> Tensor:
     """Logits [cell, example, d_vocab] of the corrupted run patched cell by cell."""
-    return torch.stack([out for out, _ in sweep(model, task, task.corrupted, grid, donor, None)])
+    swept = sweep(model, task, task.corrupted, grid.cells(), donor, None)
+    return torch.stack([logits for logits, _ in swept])
 
 
 def patched_by_hand(
@@ -72,7 +73,9 @@ def test_record_is_the_plain_run(model: Decoder, make_task: MakeTask) -> None:
     run = record(model, task, task.clean, grid, None)
     logits, cache = model.run_with_cache(task.clean)
     assert torch.equal(run.logits, logits[:, 4].double())
-    assert torch.equal(run.activations[1], cache["blocks.1.hook_resid_post"])
+    assert torch.equal(
+        run.activations["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_post"]
+    )
 
 
 @torch.no_grad()
@@ -80,14 +83,15 @@ def test_donors_by_hand(model: Decoder, make_task: MakeTask) -> None:
     task = make_task(model, 3)
     grid = grid_of(model, task, "v", positions=[5])
     run = record(model, task, task.clean, grid, None)
-    place, there = grid.places[0], run.activations[1][:, 5, 2]
-    values, present = rows_of_run(run, torch.tensor([2, -1, 0]))(1, 2, place)
+    edit = Edit(grid.site, 1, 2, grid.places[0])
+    there = run.activations["blocks.1.attn.hook_v"][:, 5, 2]
+    values, present = rows_of_run(run, torch.tensor([2, -1, 0]))(edit)
     assert torch.equal(values[[0, 2], 0], there[[2, 0]])
     assert present.tolist() == [[True], [False], [True]]
-    values, present = zero_of_run(run)(1, 2, place)
+    values, present = zero_of_run(run)(edit)
     assert torch.equal(values, torch.zeros(3, 1, 4))
     assert present.all()
-    values, _ = mean_of_run(run)(1, 2, place)
+    values, _ = mean_of_run(run)(edit)
     # A mean of three in another order of summation: float32 rounding.
     torch.testing.assert_close(values, there.mean(0).expand(3, 1, 4), rtol=1e-6, atol=1e-6)
 
@@ -98,8 +102,8 @@ def test_a_role_is_read_where_the_other_row_has_it(model: Decoder, make_task: Ma
     task = Task(plain.clean, plain.corrupted, plain.answer, plain.wrong, roles={"r": [2, 4, 6]})
     grid = grid_of(model, task, "resid_pre", positions="roles")
     run = record(model, task, task.clean, grid, None)
-    values, _ = rows_of_run(run, torch.tensor([1, 2, 0]))(1, None, grid.places[0])
-    stream = run.activations[1]
+    values, _ = rows_of_run(run, torch.tensor([1, 2, 0]))(Edit(grid.site, 1, None, grid.places[0]))
+    stream = run.activations["blocks.1.hook_resid_pre"]
     assert torch.equal(values[:, 0], torch.stack([stream[1, 4], stream[2, 6], stream[0, 2]]))
 
 
@@ -108,8 +112,8 @@ def test_the_mean_is_over_the_rows_that_have_the_position(model: Decoder) -> Non
     task = Task([[1, 2], [3, 4, 5]], [[6, 2], [6, 4, 5]], 2, 1)
     grid = grid_of(model, task, "resid_pre", positions="all")
     run = record(model, task, task.clean, grid, None)
-    values, present = mean_of_run(run)(0, None, grid.places[0])
-    stream = run.activations[0]
+    values, present = mean_of_run(run)(Edit(grid.site, 0, None, grid.places[0]))
+    stream = run.activations["blocks.0.hook_resid_pre"]
     torch.testing.assert_close(values[0, 0], (stream[0, 0] + stream[1, 0]) / 2)
     assert torch.equal(values[1, 2], stream[1, 2])
     assert present.tolist() == [[True, True, False], [True, True, True]]
@@ -139,7 +143,7 @@ def test_rows_without_the_place_are_not_patched(model: Decoder) -> None:
     clean = record(model, task, task.clean, grid, None)
     base = record(model, task, task.corrupted, grid, None)
     ((logits, patched),) = sweep(
-        model, task, task.corrupted, grid, rows_of_run(clean, torch.arange(2)), None
+        model, task, task.corrupted, grid.cells(), rows_of_run(clean, torch.arange(2)), None
     )
     assert patched.tolist() == [False, True]
     assert torch.equal(logits[0], base.logits[0])

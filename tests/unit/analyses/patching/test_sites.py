@@ -31,7 +31,14 @@ TASK = Task(
 def test_every_site_has_a_hook_with_the_axes_it_says(name: str) -> None:
     site = SITES[name]
     spec = hook_table(CONFIG)[site.hook.format(layer=0)]
-    expected = ("batch", "pos", site.heads, "d_head") if site.heads else ("batch", "pos", "d_model")
+    width = {
+        "pattern": ("batch", "head", "query_pos", "key_pos"),
+        "mlp_post": ("batch", "pos", "d_mlp"),
+    }
+    expected = width.get(
+        name,
+        ("batch", "pos", site.heads, "d_head") if site.heads else ("batch", "pos", "d_model"),
+    )
     assert spec.axes == expected
     assert spec.writable
 
@@ -83,7 +90,6 @@ def test_places_are_columns_of_real_tokens() -> None:
     ("arguments", "words"),
     [
         ({"site": "resid"}, "site must be one of resid_pre, .*, got 'resid'; nearest is 'resid_"),
-        ({"site": "pattern"}, "site 'pattern' is not there yet"),
         ({"layers": [3]}, "layers holds 3, but layer runs from 0 to 2"),
         ({"layers": [-1]}, "layers holds -1"),
         ({"layers": []}, "layers is empty"),
