@@ -18,12 +18,17 @@ from pathlib import Path
 
 from headstream.models.decoder import Decoder
 from headstream.models.zoo.constructed import constructed_induction
+from headstream.models.zoo.gates import constructed_and, constructed_or
 from headstream.models.zoo.recipes import RECIPES
 from headstream.models.zoo.registry import list_models
 from headstream.models.zoo.training import train
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "models" / "zoo" / "checkpoints"
-BY_HAND = {"constructed-induction": constructed_induction}
+BY_HAND = {
+    "constructed-and": constructed_and,
+    "constructed-induction": constructed_induction,
+    "constructed-or": constructed_or,
+}
 SHIPPED = {model.name: model.weights_sha256 for model in list_models()}
 
 

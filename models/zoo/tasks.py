@@ -7,6 +7,8 @@ to corrupt it break different things:
                     more, so every head of the circuit matters, the previous-token head included
     answer          B becomes another token: the match stays, what is copied changes
     last            the last A becomes a token that occurs nowhere else: the query changes
+
+The gates' pairs are in `gate_pairs`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import TaskError, nearest
+from headstream.models.zoo.gate_pairs import gate_pairs
 from headstream.models.zoo.sequences import single_match
 
 Corruption = Literal["earlier_query", "answer", "last"]
@@ -29,7 +32,7 @@ def pairs_for(
     n: int,
     seed: int,
     *,
-    corruption: str = "earlier_query",
+    corruption: str | None = None,
     distance: tuple[int, int] | None = None,
     config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
@@ -39,8 +42,9 @@ def pairs_for(
         card: a model's card; its `task` holds `kind`, `length` and `n_content`.
         n: pairs.
         seed: of the draw; the global random state is not used.
-        corruption: what is replaced, see above.
-        distance: smallest and largest distance between the two A's; None is all that fit.
+        corruption: what is replaced, see above; None is `earlier_query`, of a gate `both`.
+        distance: smallest and largest distance between the two A's; None is all that fit. Gates
+            have none.
         config: of the model that shall read the pairs; None checks nothing.
     Returns:
         The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
@@ -58,6 +62,14 @@ def pairs_for(
         >>> int((pairs["clean"] != pairs["corrupted"]).sum())
         1
     """
+    task = card.get("task")
+    if isinstance(task, Mapping) and task.get("kind") == "gate":
+        if distance is not None:
+            raise TaskError(f"distance={distance!r} was given, and the pairs of a gate have none")
+        return gate_pairs(
+            card, n, seed, corruption="both" if corruption is None else corruption, config=config
+        )
+    corruption = "earlier_query" if corruption is None else corruption
     length, n_content = _induction_sizes(card)
     if config is not None:
         _require_fit(card, length, n_content, config)
