@@ -103,7 +103,10 @@ class CircuitsResult(Result):
     @property
     def copiers(self) -> list[str]:
         """Heads that copy: a score over random heads', and most tokens raise themselves most."""
-        score, first = self.data["copying"].values.ravel(), self.data["first"].values.ravel()
+        score, first = (
+            self.data[name].transpose("layer", "head").values.ravel()
+            for name in ("copying", "first")
+        )
         above = (score > self.details["copying_random"][1]) & (first >= MOST_TOKENS)
         cards = self.details["cards"]
         return [str(card["head"]) for card, copies in zip(cards, above, strict=True) if copies]

@@ -92,7 +92,8 @@ def circuits(
             "copying_random": list(copying[0].random),
             "first_chance": copying[0].first_chance,
             "compositions": _in_words(found),
-            "composition": _held_against(found),
+            "composition": _held_against(found)
+            | {"out": int(compositions["stands_out"].astype(bool).sum())},
             "pairs": [
                 [row.through, row.earlier, row.later, round(row.score, 4)]
                 for row in compositions.head(_KEPT).itertuples()
