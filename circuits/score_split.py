@@ -161,8 +161,9 @@ def checked_split(
             f"{bound:.1e}",
             hint="an active hook that edits the layer's q, k or scores breaks the sum: detach it",
         )
-    real = check_mask(attention_mask, *score.shape[:2], score.device)
-    asks = torch.ones(score.shape[:2], dtype=torch.bool) if real is None else real.cpu()
+    batch, length = score.shape[:2]
+    real = check_mask(attention_mask, batch, length, score.device)
+    asks = torch.ones(batch, length, dtype=torch.bool) if real is None else real.cpu()
     edges: dict[str, Any] = {
         "example": range(score.shape[0]),
         "query_pos": range(score.shape[1]),
