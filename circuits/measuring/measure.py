@@ -8,7 +8,7 @@ the pattern by their definition; the two are tested against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from headstream.circuits.measuring.flash_rows import FlashRows
-from headstream.circuits.measuring.measured_dataset import labelled
+from headstream.circuits.measuring.measured_dataset import coordinate_names, labelled
 from headstream.circuits.measuring.second_pass import Layer
 from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
 from headstream.circuits.measuring.token_batch import TokenBatch
@@ -253,16 +253,26 @@ class _Taker:
 
 def _distinct(statistics: Statistic | Sequence[Statistic]) -> list[Statistic]:
     """A list of statistics of different names."""
-    given = [statistics] if isinstance(statistics, Statistic) else list(statistics)
+    several = isinstance(statistics, Iterable) and not isinstance(statistics, (str, Statistic))
+    given = list(statistics) if several else [statistics]
     if not given:
         raise ShapeError("no statistics were given", hint="give some, such as SinkMass()")
     for each in given:
         if not isinstance(each, Statistic):
             raise ShapeError(
-                f"a statistic is expected, got {each!r}", hint="make one, such as Offset(1)"
+                f"a statistic is expected, got {each!r}",
+                hint=f"make one: {each.__name__}()"
+                if isinstance(each, type)
+                else "make one, such as Offset(1)",
             )
     names = [each.name for each in given]
     for name in names:
         if names.count(name) > 1:
             raise ShapeError(f"two statistics are named {name!r}", hint="name one: ..., name='...'")
+        if not isinstance(name, str) or name in coordinate_names(given):
+            raise ShapeError(
+                f"a statistic cannot be named {name!r}"
+                + (": the result has a coordinate of that name" if isinstance(name, str) else ""),
+                hint="give another name='...'",
+            )
     return given

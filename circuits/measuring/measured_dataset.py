@@ -59,6 +59,13 @@ def labelled(
     return xr.Dataset(variables, coords)
 
 
+def coordinate_names(statistics: Sequence[Statistic]) -> set[str]:
+    """Names that the Dataset needs for itself."""
+    axes = {each.axis for each in statistics if each.axis is not None}
+    beside = {f"{what}_{each.name}" for each in statistics for what in ("chance", "queries", *axes)}
+    return {"layer", "head", "example", "pos"} | axes | beside
+
+
 def _own_axis(statistic: Statistic, batch: TokenBatch, coords: dict[str, Any]) -> tuple[str, ...]:
     """The statistic's own dimension, if any, entered into `coords`.
 
