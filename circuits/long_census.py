@@ -13,6 +13,7 @@ attention to all copies counts (`notes` says so).
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +25,6 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from headstream.circuits.copying import copying_score
 from headstream.circuits.heads import Array, HeadCensus, assemble_census
 from headstream.circuits.measuring.flash_rows import FlashRows
 from headstream.circuits.measuring.masses import Offset, SinkMass
@@ -33,8 +33,10 @@ from headstream.circuits.measuring.rows import Rows
 from headstream.circuits.measuring.second_pass import Layer
 from headstream.circuits.measuring.statistic import Counted, Pattern, Statistic, Values
 from headstream.circuits.measuring.token_batch import TokenBatch
+from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import N_DISTANCES
 from headstream.circuits.statistics import duplicate_token_targets, prefix_matching_targets
+from headstream.models.arguments import check_count, check_seed
 from headstream.models.attend_blocks import blocks_of
 from headstream.models.attend_naive import widen
 from headstream.models.errors import ShapeError, TokenError
@@ -130,15 +132,17 @@ def plan_long(model: Decoder, length: int) -> LongPlan:
     content = tuple(token for token in range(config.d_vocab) if token not in special)
     has_bos = config.bos_token_id is not None
     fewest = 4 + has_bos
-    if isinstance(length, bool) or not isinstance(length, int) or length < fewest:
-        raise ShapeError(
-            f"length={length!r} is too short for a repeat: the smallest takes {fewest} tokens"
-            f"{', BOS among them' if has_bos else ''}"
-        )
+    least = f"the smallest takes {fewest} tokens{', BOS among them' if has_bos else ''}"
+    if config.n_ctx < fewest:
+        raise ShapeError(f"n_ctx={config.n_ctx} is too short for a repeat: {least}")
+    whole = hasattr(length, "__index__") and not isinstance(length, bool)
+    if not whole or operator.index(length) < fewest:
+        raise ShapeError(f"length={length!r} is too short for a repeat: {least}")
+    length = operator.index(length)
     if length > config.n_ctx:
         raise ShapeError(
             f"length={length} is more than the n_ctx={config.n_ctx} positions of {model.name!r}",
-            hint=f"ask for at most {config.n_ctx}",
+            hint=f"ask for {fewest} to {config.n_ctx}",
         )
     if len(content) < 4:
         raise TokenError(
@@ -207,15 +211,16 @@ def score_long_heads(
         backend: "naive" forms the patterns, for comparison.
         progress: a bar on stderr that counts passes.
     Raises:
-        ShapeError: if `length` or `n` is out of range.
+        ShapeError: if `length`, `n` or `seed` is out of range, or a weight is NaN or infinite.
         TokenError: if there are too few content tokens.
     """
     plan = plan_long(model, length)
-    n = min(MOST, max(FEWEST, TOKENS // length)) if n is None else n
-    if n < 2:
-        raise ShapeError(f"n must be at least 2 sequences, got {n}")
+    n = min(MOST, max(FEWEST, TOKENS // plan.length)) if n is None else n
+    n, seed = check_count("n", n, least=2, of="sequences"), check_seed(seed)
+    # Before the runs: a NaN weight makes patterns that no score is defined on.
+    require_finite(model)
     controls = draw_long(plan, n, torch.Generator().manual_seed(seed))
-    starts = range(0, n, max(1, _AT_ONCE // length))
+    starts = range(0, n, max(1, _AT_ONCE // plan.length))
     total = len(starts) * (1 + len(plan.distances))
     parts, chances = [], []
     with tqdm(total=total, desc="census", disable=None if progress else True) as bar:

@@ -103,7 +103,7 @@ def test_same_seed_same_census() -> None:
 
 def test_bad_input() -> None:
     model = Decoder(CONFIG)
-    with pytest.raises(ShapeError, match=r"length=81 is more than the n_ctx=80.*ask for at most"):
+    with pytest.raises(ShapeError, match=r"length=81 is more than the n_ctx=80.*ask for 5 to 80"):
         score_long_heads(model, length=81)
     with pytest.raises(ShapeError, match="length=4 is too short for a repeat: the smallest takes"):
         score_long_heads(model, length=4)
@@ -111,3 +111,16 @@ def test_bad_input() -> None:
         score_long_heads(model, length=9, n=1)
     with pytest.raises(TokenError, match="2 content tokens are too few"):
         score_long_heads(Decoder(replace(CONFIG, d_vocab=3)), length=9)
+    with pytest.raises(ShapeError, match="n_ctx=3 is too short for a repeat: the smallest takes 5"):
+        score_long_heads(Decoder(replace(CONFIG, n_ctx=3)), length=9)
+    with pytest.raises(ShapeError, match="seed must be a whole number"):
+        score_long_heads(model, length=9, seed=-1)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numbers_that_are_not_whole() -> None:
+    model = Decoder(CONFIG)
+    with pytest.raises(ShapeError, match=r"n must be a whole number of sequences, got 2\.5"):
+        score_long_heads(model, length=9, n=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"length=9\.5 is too short"):
+        score_long_heads(model, length=9.5)  # type: ignore[arg-type]
