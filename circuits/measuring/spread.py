@@ -1,4 +1,9 @@
-"""Statistics of how a row is spread: entropy, sum of squares, and how far back it looks."""
+"""Statistics of how a row is spread: entropy, sum of squares, and how far back it looks.
+
+They are of a row as a distribution. One that an edit left summing to less than 1 (under naive,
+inside `cut_edges` without renormalising) is divided by its sum; one in which nothing is left has
+entropy, sum of squares, keys and distance 0.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +50,18 @@ class Entropy(Statistic):
     def default_name(self) -> str:
         return "normalized_entropy" if self.normalized else "entropy"
 
+    @property
+    def why_none(self) -> str:  # type: ignore[override]
+        return f"no query has {FEWEST_KEYS} keys to read" if self.normalized else super().why_none
+
     def counted(self, batch: TokenBatch) -> Counted:
         return batch.asks & (batch.visible >= FEWEST_KEYS) if self.normalized else batch.asks
 
     def from_pattern(self, pattern: Pattern, batch: TokenBatch) -> Values:
         # 0 log 0 = 0; the log of 1 there keeps the gradient finite.
-        logs = torch.where(pattern > 0, pattern, 1.0).log()
-        return self._scaled(-(pattern * logs).sum(-1), batch)
+        shares = _shares(pattern)
+        logs = torch.where(shares > 0, shares, 1.0).log()
+        return self._scaled(-(shares * logs).sum(-1), batch)
 
     def from_rows(self, rows: Rows) -> Values:
         return self._scaled(rows.entropy().clamp(min=0.0), rows.batch)
@@ -75,7 +85,7 @@ class Collision(Statistic):
     cost: ClassVar[str] = "one more attention pass, shared with EffectiveKeys"
 
     def from_pattern(self, pattern: Pattern, batch: TokenBatch) -> Values:
-        return pattern.square().sum(-1)
+        return _shares(pattern).square().sum(-1)
 
     def from_rows(self, rows: Rows) -> Values:
         return rows.log_collision().exp()
@@ -93,8 +103,8 @@ class EffectiveKeys(Statistic):
     cost: ClassVar[str] = "one more attention pass, shared with Collision"
 
     def from_pattern(self, pattern: Pattern, batch: TokenBatch) -> Values:
-        squares = pattern.square().sum(-1)
-        return 1 / torch.where(squares > 0, squares, 1.0)
+        squares = _shares(pattern).square().sum(-1)
+        return (squares > 0) / torch.where(squares > 0, squares, 1.0)
 
     def from_rows(self, rows: Rows) -> Values:
         return (-rows.log_collision()).exp()
@@ -116,8 +126,14 @@ class ExpectedDistance(LinearStatistic):
 
     def from_pattern(self, pattern: Pattern, batch: TokenBatch) -> Values:
         back = batch.query_rank[:, :, None] - batch.key_rank[:, None, :]
-        return (pattern * back[:, None]).sum(-1)
+        return (_shares(pattern) * back[:, None]).sum(-1)
 
     def from_rows(self, rows: Rows) -> Values:
         rank = rows.batch.query_rank[:, None].to(rows.dtype)
         return rank - super().from_rows(rows)
+
+
+def _shares(pattern: Pattern) -> Pattern:
+    """The rows divided by their sums; an empty row stays 0."""
+    sums = pattern.sum(-1, keepdim=True)
+    return pattern / torch.where(sums > 0, sums, 1.0)
