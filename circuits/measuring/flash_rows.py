@@ -11,7 +11,8 @@ formed a few positions at a time and dropped. Half-precision inputs are widened 
 
 Precision: an entry, a sum of squares or a column sum has a relative error of about eps * |lse|
 (1e-5 in float32 at an lse of 100), since each is the exponential of a difference of two numbers
-of that size. Source of the log-sum-exp: Dao et al. 2022 (arXiv 2205.14135).
+of that size; where that would pass 1e-3 the layer is read in float64 (`second_pass.precise`).
+Source of the log-sum-exp: Dao et al. 2022 (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class FlashRows(Rows):
         lse = self.layer.lse.transpose(1, 2).flatten(0, 1)
 
         def mass(q: Tensor, k: Tensor, lse: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            weights = torch.exp(self._scores(q[query][None], k[key][None])[0] - lse[query])
+            logs = self._scores(q[query][None], k[key][None])[0] - lse[query]
+            weights = torch.exp(logs.clamp(max=0.0))
             return torch.zeros_like(lse).index_add(0, query, weights)
 
         parts = []
@@ -210,5 +212,5 @@ class FlashRows(Rows):
 
 
 def _weights(scores: Tensor, lse: Tensor, may: Tensor) -> Tensor:
-    """exp(scores - lse) where the entry may be read, 0 elsewhere, with gradient 0."""
-    return torch.exp((scores - lse).masked_fill(~may, -torch.inf))
+    """exp(scores - lse) where the entry may be read, 0 elsewhere, with gradient 0; at most 1."""
+    return torch.exp((scores - lse).masked_fill(~may, -torch.inf).clamp(max=0.0))

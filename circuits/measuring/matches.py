@@ -22,7 +22,8 @@ class DuplicateMass(Statistic):
     """Attention to earlier copies of the query's token, the query itself left out.
 
     Mean over the queries with an earlier copy of the summed mass on all of them. Chance: mean
-    over them of (copies) / n_i. Source: Wang et al. 2022 (duplicate token heads).
+    over them of (copies) / n_i. Precision: relative, eps * |lse|, as `masses`. Source: Wang
+    et al. 2022 (duplicate token heads).
     """
 
     needs_tokens: ClassVar[bool] = True
@@ -49,8 +50,9 @@ class InductionMass(Statistic):
 
     Mean over the queries with an earlier copy of the summed mass on the next real token after
     each. Chance: mean over them of (copies) / n_i. A high score is a pattern and no mechanism: a
-    head that looks back a fixed distance reaches it too (`score_heads` has the control). Source:
-    Olsson et al. 2022; `prefix_matching_score` says where we differ.
+    head that looks back a fixed distance reaches it too (`score_heads` has the control). Precision:
+    relative, eps * |lse|, as `masses`. Source: Olsson et al. 2022;
+    `prefix_matching_score` says where we differ.
     """
 
     needs_tokens: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from headstream.circuits.measuring.flash_rows import FlashRows
 from headstream.circuits.measuring.measured_dataset import coordinate_names, labelled
-from headstream.circuits.measuring.second_pass import Layer
+from headstream.circuits.measuring.second_pass import Layer, check_finite, precise
 from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
 from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.arguments import check_backend, check_cache, check_mask
@@ -72,7 +72,7 @@ def measure_attention(
             fit, or a statistic that cannot be had by position.
         TokenError: if tokens are to be compared and those in the cache are not known.
         BackendError: for an unknown backend, or one that cannot see the edits of `cut_edges` and
-            `freeze_attention` that are active.
+            `freeze_attention` that are active; and for scores that are not finite.
     Example:
         >>> from headstream.models import Decoder, DecoderConfig
         >>> from headstream.circuits.measuring.masses import SinkMass
@@ -201,6 +201,7 @@ class _Run:
 
     def _pattern_hooks(self, done: Done) -> Hooks:
         def read(pattern: Tensor, hook: Any) -> None:
+            check_finite(pattern.sum(), hook.layer())
             values = {}
             for each in self.statistics:
                 of_queries = each.from_pattern(pattern, self.batch)
@@ -240,15 +241,18 @@ class _Taker:
     def read(self, lse: Tensor, hook: Any) -> None:
         layer = Layer(self.q, self.k, lse, scale=self.scale, batch=self.run.batch)
         del self.q, self.k
+        check_finite(layer.lse.sum(), self.layer)
+        layer = precise(layer)
         values = {
-            each.name: each.values(layer.batch, lse.dtype)
+            each.name: each.values(layer.batch, layer.lse.dtype)
             for each in self.run.statistics
             if isinstance(each, LinearStatistic)
         }
         rows = FlashRows(
             layer, values, entropy=any(each.needs_entropy for each in self.run.statistics)
         )
-        self.done({each.name: each.of(rows, self.run.per_position) for each in self.run.statistics})
+        found = {each.name: each.of(rows, self.run.per_position) for each in self.run.statistics}
+        self.done({name: value.to(lse.dtype) for name, value in found.items()})
 
 
 def _distinct(statistics: Statistic | Sequence[Statistic]) -> list[Statistic]:

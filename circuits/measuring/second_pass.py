@@ -26,10 +26,15 @@ from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.attend_blocks import row_entropy
 from headstream.models.attend_flash import attend_flash, attend_past, why_not_fused
 from headstream.models.attend_naive import widen
+from headstream.models.errors import BackendError
 
 # Largest error in nats that the entropy may owe to its identity, which subtracts two numbers of
 # the size of lse: at most 3 eps |lse|. Above it the block loop accumulates the entropy itself.
 ENTROPY_ERROR = {torch.float32: 1e-5, torch.float64: 1e-11}
+
+# Largest relative error of an entry exp(s - lse), about eps |lse|. Above it a layer is read in
+# float64: scores of 10^8 in float32 would leave nothing of it.
+ENTRY_ERROR = 1e-3
 
 # Pieces into which the keys may be cut: each is two calls, and a short one fills no block.
 MOST_PIECES = 16
@@ -71,6 +76,44 @@ class Layer:
     def wants_grad(self) -> bool:
         """Whether a gradient may be asked of what is read here."""
         return torch.is_grad_enabled() and (self.q.requires_grad or self.k.requires_grad)
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest |lse|."""
+        return float(self.lse.detach().abs().amax()) if self.lse.numel() else 0.0
+
+
+def check_finite(total: Tensor, layer: int) -> None:
+    """Raise BackendError, naming the layer, if a sum over its log-sum-exp or pattern is not finite.
+
+    NaN in a result means "not applicable", which this is not.
+    """
+    if not bool(torch.isfinite(total.detach())):
+        raise BackendError(
+            f"attention scores of layer {layer} are not finite: its queries or keys are, or their "
+            "products overflow",
+            hint="look for NaN, infinity or very large numbers in the weights and hooks",
+        )
+
+
+def precise(layer: Layer) -> Layer:
+    """The layer; in float64, with its log-sum-exp formed again, where that takes `ENTRY_ERROR`.
+
+    Raises:
+        BackendError: if float64 would not do either.
+    """
+    if torch.finfo(layer.lse.dtype).eps * layer.largest <= ENTRY_ERROR:
+        return layer
+    if layer.lse.dtype == torch.float64:
+        raise BackendError(
+            f"scores as large as {layer.largest:.0e} leave nothing of exp(score - lse)",
+            hint="use backend='naive'",
+        )
+    q, k, scale = layer.q.double(), layer.k.double(), layer.scale
+    _, lse = attend_flash(
+        q, k, k, scale=scale, key_mask=layer.key_mask, need_lse_grad=layer.wants_grad
+    )
+    return precise(Layer(q, k, lse, scale=scale, batch=layer.batch))
 
 
 @dataclass(frozen=True)
@@ -119,9 +162,8 @@ def carry(layer: Layer, values: Mapping[str, Tensor], *, entropy: bool = False) 
 
 def identity_holds(layer: Layer) -> bool:
     """Whether lse - scale * q . (A K) gives the entropy to within `ENTROPY_ERROR`."""
-    largest = float(layer.lse.detach().abs().amax()) if layer.lse.numel() else 0.0
     dtype = layer.lse.dtype
-    return 3 * torch.finfo(dtype).eps * largest <= ENTROPY_ERROR[dtype]
+    return 3 * torch.finfo(dtype).eps * layer.largest <= ENTROPY_ERROR[dtype]
 
 
 def _cuts(layer: Layer, values: Mapping[str, Tensor]) -> tuple[list[int], list[str]]:
