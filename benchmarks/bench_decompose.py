@@ -117,9 +117,9 @@ def job(kind: str) -> Callable[[], Any]:
     import torch
 
     from headstream import Decoder, DecoderConfig
-    from headstream.circuits.reads import residual_reads
-    from headstream.circuits.residual import decompose_residual
-    from headstream.circuits.sources import source_attribution
+    from headstream.circuits.stream.reads import residual_reads
+    from headstream.circuits.stream.residual import decompose_residual
+    from headstream.circuits.stream.sources import source_attribution
 
     torch.set_num_threads(THREADS)
     if not MODEL:

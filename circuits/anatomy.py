@@ -26,18 +26,18 @@ from scipy import stats
 from torch import Tensor
 from transformer_lens.FactoredMatrix import FactoredMatrix
 
-from headstream.circuits.behavioural_copying import behavioural_copying_score
-from headstream.circuits.composition import composition_scores
-from headstream.circuits.content_position import score_terms
-from headstream.circuits.copying import copying_score, require_finite, top_share
-from headstream.circuits.head_factors import ov_factors, qk_factors
-from headstream.circuits.left_out import circuit_caveats
-from headstream.circuits.rotary_profile import score_frequencies
-from headstream.circuits.score_split import ScoreSplit
-from headstream.circuits.strongest_pairs import strongest_compositions
-from headstream.circuits.top_entries import top_pairs
+from headstream.circuits.composing.composition import composition_scores
+from headstream.circuits.composing.strongest_pairs import strongest_compositions
+from headstream.circuits.qk_ov.behavioural_copying import behavioural_copying_score
+from headstream.circuits.qk_ov.content_position import score_terms
+from headstream.circuits.qk_ov.copying import copying_score, require_finite, top_share
+from headstream.circuits.qk_ov.head_factors import ov_factors, qk_factors
+from headstream.circuits.qk_ov.left_out import circuit_caveats
+from headstream.circuits.qk_ov.rotary_profile import score_frequencies
+from headstream.circuits.qk_ov.score_split import ScoreSplit
+from headstream.circuits.qk_ov.top_entries import top_pairs
+from headstream.circuits.qk_ov.weights import check_head, ov_circuit, qk_circuit
 from headstream.circuits.undisturbed import undisturbed
-from headstream.circuits.weights import check_head, ov_circuit, qk_circuit
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError
 from headstream.models.names import head_name

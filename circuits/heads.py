@@ -25,8 +25,8 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from headstream.circuits.copying import copying_score, require_finite
 from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
+from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import RepeatPair, draw_orders, make_pair, plan_repeats
 from headstream.circuits.statistics import (
     Targets,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.hooks import capture
 
 _STREAM = "example pos channel"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstream.analyses.claims.complex_form import as_complex, as_real, frequencies, turn
 from headstream.analyses.claims.ledger import Finding, NotApplicable, Subject, check
 from headstream.analyses.claims.reading import read_hook, read_input
-from headstream.circuits.weights import ov_circuit, qk_circuit
+from headstream.circuits.qk_ov.weights import ov_circuit, qk_circuit
 from headstream.models.attention import Attention, PassContext
 from headstream.models.hooks import capture
 

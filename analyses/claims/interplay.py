@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstream.analyses.claims.ledger import NotApplicable, Observation, Subject, measurement
 from headstream.analyses.patching.inference import mean_interval
-from headstream.circuits.composition import THROUGH, composition_scores
+from headstream.circuits.composing.composition import THROUGH, composition_scores
 from headstream.models.names import head_name
 
 _MANY = 1000

@@ -10,7 +10,7 @@ from torch import Tensor
 from headstream.analyses.claims.ledger import NotApplicable, Observation, Subject, measurement
 from headstream.analyses.patching.inference import mean_interval, ratio_interval
 from headstream.circuits.interventions import freeze_attention
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.hooks import capture, edited
 
 

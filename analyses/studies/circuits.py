@@ -17,7 +17,10 @@ from headstream.analyses.kinds import MOST_TOKENS, CircuitsResult
 from headstream.analyses.result import Provenance
 from headstream.circuits.anatomy import HeadAnatomy, head_anatomies
 from headstream.circuits.anatomy_text import scores_from
-from headstream.circuits.strongest_pairs import strongest_compositions, summarise_compositions
+from headstream.circuits.composing.strongest_pairs import (
+    strongest_compositions,
+    summarise_compositions,
+)
 from headstream.models.decoder import Decoder
 from headstream.models.names import head_name
 

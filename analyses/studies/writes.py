@@ -10,7 +10,7 @@ from headstream.analyses.kinds import DecompositionResult
 from headstream.analyses.patching.inference import mean_interval
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.decoder import Decoder
 
 # Components with the largest means that get a claim of their own.

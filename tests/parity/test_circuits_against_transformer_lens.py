@@ -14,8 +14,6 @@ from transformer_lens.tools.analysis.direct_logit_attribution import direct_logi
 from transformer_lens.tools.analysis.logit_lens import logit_lens as their_logit_lens
 
 from headstream.circuits.folding import fold
-from headstream.circuits.lens import logit_lens
-from headstream.circuits.residual import decompose_residual
 from headstream.circuits.statistics import (
     detect_head_score,
     duplicate_token_targets,
@@ -23,6 +21,8 @@ from headstream.circuits.statistics import (
     previous_token_targets,
     target_mass,
 )
+from headstream.circuits.stream.lens import logit_lens
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture

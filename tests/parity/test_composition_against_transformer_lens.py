@@ -12,8 +12,8 @@ import torch
 from transformer_lens.FactoredMatrix import FactoredMatrix
 from transformer_lens.utilities import composition_scores as their_scores
 
-from headstream.circuits.composition import composition_scores
-from headstream.circuits.virtual_heads import virtual_ov
+from headstream.circuits.composing.composition import composition_scores
+from headstream.circuits.composing.virtual_heads import virtual_ov
 from headstream.models.decoder import Decoder
 from headstream.models.positions import rotary_tables, rotate
 

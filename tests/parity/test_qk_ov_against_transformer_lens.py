@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from headstream.circuits.content_position import score_terms
-from headstream.circuits.copying import copying_score
-from headstream.circuits.left_out import qk_bias
-from headstream.circuits.rotary_profile import distance_profile, score_frequencies
-from headstream.circuits.top_entries import top_pairs
-from headstream.circuits.weights import ov_circuit, qk_circuit
+from headstream.circuits.qk_ov.content_position import score_terms
+from headstream.circuits.qk_ov.copying import copying_score
+from headstream.circuits.qk_ov.left_out import qk_bias
+from headstream.circuits.qk_ov.rotary_profile import distance_profile, score_frequencies
+from headstream.circuits.qk_ov.top_entries import top_pairs
+from headstream.circuits.qk_ov.weights import ov_circuit, qk_circuit
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ConfigError
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from headstream.circuits.folding import fold
-from headstream.circuits.lens import logit_lens
-from headstream.circuits.reads import residual_reads
-from headstream.circuits.residual import decompose_residual
-from headstream.circuits.sources import source_attribution
+from headstream.circuits.stream.lens import logit_lens
+from headstream.circuits.stream.reads import residual_reads
+from headstream.circuits.stream.residual import decompose_residual
+from headstream.circuits.stream.sources import source_attribution
 from headstream.models.decoder import Decoder
 
 BOUNDS = {"gpt2": 1e-10, "llama": 1e-5}

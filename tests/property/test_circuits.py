@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from headstream.circuits.copying import copying_score
 from headstream.circuits.folding import fold
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.qk_ov.copying import copying_score
+from headstream.circuits.qk_ov.weights import ov_circuit, qk_circuit
 from headstream.circuits.statistics import (
     chance_level,
     current_token_targets,
@@ -20,7 +20,7 @@ from headstream.circuits.statistics import (
     sink_targets,
     target_mass,
 )
-from headstream.circuits.weights import ov_circuit, qk_circuit
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from headstream.circuits.composition import composition_scores
-from headstream.circuits.path_expansion import expand_paths
-from headstream.circuits.prefix_trace import prefix_matching_trace
-from headstream.circuits.subspaces import principal_cosines, subspace_overlap
-from headstream.circuits.term_importance import importance_by_order
-from headstream.circuits.virtual_heads import virtual_head
+from headstream.circuits.composing.composition import composition_scores
+from headstream.circuits.composing.path_expansion import expand_paths
+from headstream.circuits.composing.prefix_trace import prefix_matching_trace
+from headstream.circuits.composing.subspaces import principal_cosines, subspace_overlap
+from headstream.circuits.composing.term_importance import importance_by_order
+from headstream.circuits.composing.virtual_heads import virtual_head
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from headstream.circuits.memory_contexts import neuron_key_contexts
-from headstream.circuits.memory_run import neuron_activations
-from headstream.circuits.memory_tokens import neuron_key_tokens, neuron_value_tokens
+from headstream.circuits.memory.contexts import neuron_key_contexts
+from headstream.circuits.memory.neuron_run import neuron_activations
+from headstream.circuits.memory.tokens import neuron_key_tokens, neuron_value_tokens
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstream.circuits.behavioural_copying import behavioural_copying_score
-from headstream.circuits.content_position import score_terms
-from headstream.circuits.copying import copying_score
-from headstream.circuits.left_out import ov_bias, qk_bias
-from headstream.circuits.rotary_profile import distance_profile, score_frequencies
-from headstream.circuits.top_entries import top_pairs, top_per_row
-from headstream.circuits.weights import ov_circuit, qk_circuit
+from headstream.circuits.qk_ov.behavioural_copying import behavioural_copying_score
+from headstream.circuits.qk_ov.content_position import score_terms
+from headstream.circuits.qk_ov.copying import copying_score
+from headstream.circuits.qk_ov.left_out import ov_bias, qk_bias
+from headstream.circuits.qk_ov.rotary_profile import distance_profile, score_frequencies
+from headstream.circuits.qk_ov.top_entries import top_pairs, top_per_row
+from headstream.circuits.qk_ov.weights import ov_circuit, qk_circuit
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder, build
 from headstream.models.hooks import capture

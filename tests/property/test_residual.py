@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from headstream.circuits.reads import residual_reads
-from headstream.circuits.residual import decompose_residual
-from headstream.circuits.sources import source_attribution, source_reads, source_writes
+from headstream.circuits.stream.reads import residual_reads
+from headstream.circuits.stream.residual import decompose_residual
+from headstream.circuits.stream.sources import source_attribution, source_reads, source_writes
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture

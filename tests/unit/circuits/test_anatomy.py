@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headstream.circuits.anatomy import head_anatomies, head_anatomy
-from headstream.circuits.composition import composition_scores
-from headstream.circuits.weights import ov_circuit, qk_circuit
+from headstream.circuits.composing.composition import composition_scores
+from headstream.circuits.qk_ov.weights import ov_circuit, qk_circuit
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ConfigError, HookError, ShapeError
 from headstream.models.store import load

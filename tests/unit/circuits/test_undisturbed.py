@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstream.circuits.interventions import cut_edges, freeze_attention
 from headstream.circuits.pattern_preserving import pattern_preserving_ablation
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.decoder import Decoder
 from headstream.models.errors import HookError
