@@ -10,8 +10,8 @@ import torch
 
 from headstream.analyses.claims.ledger import audit
 from headstream.analyses.evidence import Claim
-from headstream.circuits import weights
-from headstream.circuits.weights import ov_circuit
+from headstream.circuits.qk_ov import weights
+from headstream.circuits.qk_ov.weights import ov_circuit
 from headstream.models.attention import Attention
 from headstream.models.decoder import Decoder
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstream.analyses.claims.ledger import audit
 from headstream.analyses.evidence import Claim
-from headstream.circuits.residual import decompose_residual
+from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.decoder import Decoder
 from headstream.models.norms import LayerNorm, RMSNorm
 
