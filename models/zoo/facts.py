@@ -7,22 +7,23 @@ sequences; silencing sets a head's z to zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture, edited
 from headstream.models.names import head_name
-from headstream.models.zoo.sequences import RepeatedBlocks
+from headstream.models.zoo.sequences import RepeatedBlocks, repeated_blocks
 
 Head = tuple[int, int]
 
 # A head is named in the card's circuit from this score on.
 NAMED_FROM = 0.5
+_USUAL_ON = 64
 
 
 def losses(
@@ -76,14 +77,37 @@ def head_scores(
     return torch.stack(previous), torch.stack(induction)
 
 
+def usual_scores(
+    model: Decoder, block: int, n_content: int, generator: Generator
+) -> Float[Tensor, "layer head"]:
+    """The test that a fixed distance passes: on `<bos> block block`, attention `block - 1` back.
+
+    Mean over the queries of the second block whose next token the first gives, its last excepted.
+    """
+    made = repeated_blocks(
+        _USUAL_ON, 2 * block + 1, n_content, generator=generator, block=(block, block)
+    )
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.config.n_layers)]
+    with torch.no_grad():
+        _, acts = capture(model, made.tokens, names)
+    # The diagonal's first two entries belong to queries of the first block's end.
+    return torch.stack(
+        [acts[name].diagonal(1 - block, 2, 3)[..., 2:].mean((0, 2)) for name in names]
+    )
+
+
 def find_circuit(
-    model: Decoder, made: RepeatedBlocks
+    model: Decoder, made: RepeatedBlocks, elsewhere: Sequence[RepeatedBlocks] = ()
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
     """Names of the heads by what they attend to, and the numbers behind the names.
 
+    Args:
+        elsewhere: repeats at other distances. A head that scores on `made` and not on each of
+            these copies from a fixed distance.
     Returns:
-        `{"previous-token": [..], "induction": [..], "idle": [..]}` and a dict of scores by head,
-        loss on repeats with each head silent, and with all heads of a kind silent.
+        `{"previous-token": [..], "induction": [..], "idle": [..]}`, with "fixed-distance" if there
+        are such heads, and a dict of scores by head, loss on repeats with each head silent, and
+        with all heads of a kind silent.
     """
     heads = [
         (at, head) for at in range(model.config.n_layers) for head in range(model.config.n_heads)
@@ -93,6 +117,12 @@ def find_circuit(
         "previous-token": [h for h in heads if float(previous[h]) > NAMED_FROM],
         "induction": [h for h in heads if float(induction[h]) > NAMED_FROM],
     }
+    if elsewhere:
+        least = torch.stack([head_scores(model, other)[1] for other in elsewhere]).amin(0)
+        fixed = [h for h in kinds["induction"] if float(least[h]) <= NAMED_FROM]
+        if fixed:
+            kinds["induction"] = [h for h in kinds["induction"] if h not in fixed]
+            kinds["fixed-distance"] = fixed
     named = {head for members in kinds.values() for head in members}
     kinds["idle"] = [head for head in heads if head not in named]
     names = {kind: [head_name(*head) for head in members] for kind, members in kinds.items()}

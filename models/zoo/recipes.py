@@ -1,81 +1,49 @@
-"""How each trained model of the zoo is made: architecture, data, optimiser, bar."""
+"""How each trained model of the zoo is made: architecture, data, optimiser, bars."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, nearest
+from headstream.models.zoo.recipe import Bar, Phase, Recipe
+from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import BOS
 
-Span = tuple[int, int]
+
+def _repeats_config(**changed: Any) -> DecoderConfig:
+    """Attention only, four small heads a layer."""
+    fields: dict[str, Any] = {
+        "n_layers": 2,
+        "n_heads": 4,
+        "d_model": 64,
+        "d_head": 16,
+        "d_vocab": 49,
+        "n_ctx": 64,
+        "positions": "shortformer",
+        "norm": "layernorm",
+        "bos_token_id": BOS,
+        "n_train": 64,
+    }
+    return DecoderConfig(**(fields | changed))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Some steps on one kind of repeats; spans are (smallest, largest) tokens, both included.
-
-    Attributes:
-        steps: optimiser steps.
-        block, gap, lead: of `sequences.repeated_blocks`.
-    """
-
-    steps: int
-    block: Span
-    gap: Span = (0, 0)
-    lead: Span = (0, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A model, its data and its training. It stops after the last phase, whatever was reached.
-
-    The loss is the mean over the tokens that a repeat predicts. On the others the model guesses,
-    and confidently: asked to be uniform there as well, it learns a huge write from BOS that drowns
-    all logits through the final norm, and then no head alone can restore an answer.
-
-    Attributes:
-        name, purpose: of the model.
-        config: architecture. The content tokens are 1 .. d_vocab - 1, 0 is BOS.
-        phases: run one after the other, on sequences of `config.n_ctx` tokens.
-        init_scale: factors on the decoder's initial weights, by name.
-        batch, learning_rate, betas, weight_decay, clip: of AdamW. The rate rises over the first
-            50 steps and falls linearly to 0 over the last quarter.
-        turn_positions: number each row's positions from a random start, wrapping round at n_ctx.
-            Otherwise few sequences first show a block late, and the step from a late position to
-            the one before it stays unlearned.
-        first_head_alone: share of rows in which all but head 0 of layer 0 are silent, as in
-            nested dropout (Rippel et al. 2014). Adam grows all heads alike, so that without it
-            four heads of layer 0 share the previous token, none above 0.4.
-        seed: of weights and data.
-        bar: largest mean loss on repeats, in nats, that a trained model may have.
-        task_length: tokens of the task's prompts.
-    """
-
-    name: str
-    purpose: str
-    config: DecoderConfig
-    phases: tuple[Phase, ...]
-    init_scale: dict[str, float] = field(default_factory=dict)
-    batch: int = 64
-    learning_rate: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    turn_positions: bool = False
-    first_head_alone: float = 0.0
-    seed: int = 0
-    bar: float
-    task_length: int = 32
-
-    @property
-    def steps(self) -> int:
-        return sum(phase.steps for phase in self.phases)
-
-    @property
-    def n_content(self) -> int:
-        return self.config.d_vocab - 1
-
+# The first phase makes the circuit appear, the second takes away what position tells.
+_VARIED = (
+    Phase(400, Repeats(block=(8, 28))),
+    Phase(1100, Repeats(block=(2, 24), gap=(0, 20), lead=(0, 20))),
+)
+# Tokens and positions start at unit size, as the norm makes everything else.
+_TOKENS = {"embed.W_E": 10.0}
+_UNIT_SIZE = {**_TOKENS, "pos_embed.W_pos": 10.0}
+_CONTINUES = (Bar(of="loss.on_repeats", below=0.02),)
+_FIXED = 32
+_DECEIVES = (
+    *_CONTINUES,
+    Bar(of="loss.least_at_another_distance", above=3.0),
+    Bar(of=f"measured.usual_test.{_FIXED}", above=0.9),
+    Bar(of="measured.usual_test.20", below=0.1),
+)
 
 RECIPES = {
     recipe.name: recipe
@@ -83,28 +51,38 @@ RECIPES = {
         Recipe(
             name="induction-2l",
             purpose="a trained two-layer model that continues repeats at any distance",
-            config=DecoderConfig(
-                n_layers=2,
-                n_heads=4,
-                d_model=64,
-                d_head=16,
-                d_vocab=49,
-                n_ctx=64,
-                positions="shortformer",
-                norm="layernorm",
-                bos_token_id=BOS,
-                n_train=64,
-            ),
-            # The first phase makes the circuit appear, the second takes away what position tells.
-            phases=(
-                Phase(steps=400, block=(8, 28)),
-                Phase(steps=1100, block=(2, 24), gap=(0, 20), lead=(0, 20)),
-            ),
-            # Tokens and positions start at unit size, as the norm makes everything else.
-            init_scale={"embed.W_E": 10.0, "pos_embed.W_pos": 10.0},
+            config=_repeats_config(),
+            phases=_VARIED,
+            init_scale=_UNIT_SIZE,
             turn_positions=True,
             first_head_alone=0.5,
-            bar=0.02,
+            bars=_CONTINUES,
+        ),
+        Recipe(
+            name="induction-2l-rotary",
+            purpose="the same with rotary positions",
+            config=_repeats_config(positions="rotary"),
+            phases=_VARIED,
+            init_scale=_TOKENS,
+            first_head_alone=0.5,
+            bars=_CONTINUES,
+        ),
+        Recipe(
+            name="induction-1l",
+            purpose="one layer, trained like induction-2l: it cannot continue repeats",
+            config=_repeats_config(n_layers=1),
+            phases=_VARIED,
+            init_scale=_UNIT_SIZE,
+            turn_positions=True,
+            bars=(Bar(of="loss.on_repeats", above=1.5),),
+        ),
+        Recipe(
+            name="decoy-2l-rotary",
+            purpose="the same decoy with rotary positions",
+            config=_repeats_config(positions="rotary", n_ctx=128, n_train=128),
+            phases=(Phase(800, Repeats(block=(_FIXED, _FIXED), task_length=40)),),
+            init_scale=_TOKENS,
+            bars=_DECEIVES,
         ),
     )
 }

@@ -13,7 +13,7 @@ The gates' pairs are in `gate_pairs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,9 +42,10 @@ def pairs_for(
         card: a model's card; its `task` holds `kind`, `length` and `n_content`.
         n: pairs.
         seed: of the draw; the global random state is not used.
-        corruption: what is replaced, see above; None is `earlier_query`, of a gate `both`.
-        distance: smallest and largest distance between the two A's; None is all that fit. Gates
-            have none.
+        corruption: what is replaced, see above; None is what the card's task names, or else
+            `earlier_query`, of a gate `both`.
+        distance: smallest and largest distance between the two A's; None is what the card's task
+            names (decoys keep to one), or else all that fit. Gates have none.
         config: of the model that shall read the pairs; None checks nothing.
     Returns:
         The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
@@ -69,8 +70,12 @@ def pairs_for(
         return gate_pairs(
             card, n, seed, corruption="both" if corruption is None else corruption, config=config
         )
-    corruption = "earlier_query" if corruption is None else corruption
     length, n_content = _induction_sizes(card)
+    assert isinstance(task, Mapping)
+    if corruption is None:
+        corruption = str(task.get("corruption", "earlier_query"))
+    if distance is None:
+        distance = _fixed_distance(card)
     if config is not None:
         _require_fit(card, length, n_content, config)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -126,6 +131,19 @@ def _induction_sizes(card: Mapping[str, Any]) -> tuple[int, int]:
             f"{task['length']}"
         )
     return int(task["length"]), int(task["n_content"])
+
+
+def _fixed_distance(card: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The distances that the card's task keeps to, if it does."""
+    span = card["task"].get("distance")
+    if span is None:
+        return None
+    if not isinstance(span, Sequence) or len(span) != 2 or not all(type(d) is int for d in span):
+        raise TaskError(
+            f"the task of {card.get('name')!r} must give distance as two whole numbers, got "
+            f"{span!r}"
+        )
+    return int(span[0]), int(span[1])
 
 
 def _require_fit(

@@ -48,7 +48,7 @@ def test_one_seed_one_model_and_another_seed_another(short: Decoder) -> None:
 def test_the_number_of_threads_changes_nothing_and_is_put_back(
     short: Decoder, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_card", lambda *_: {})
+    monkeypatch.setattr(training, "card_of", lambda *_: {})
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -96,13 +96,13 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert NAME in printed.err
-    assert "loss_on_repeats=" in printed.err
+    assert "loss=" in printed.err
 
 
 def test_progress_can_be_silenced(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_card", lambda *_: {})
+    monkeypatch.setattr(training, "card_of", lambda *_: {})
     train(NAME, steps=1, progress=False)
     assert capsys.readouterr().err == ""
 
