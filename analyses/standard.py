@@ -1,8 +1,8 @@
 """The standard study behind `headstream report MODEL`: what a newcomer should see first.
 
 Audit of the identities; for a model with a task, patching of every head in both directions, of
-heads and stream by role, and direct logit attribution; then the head census, and what rests on the
-first token.
+heads and stream by role, and direct logit attribution; then the head census, each head taken apart,
+and what rests on the first token.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headstream.analyses.patching.patch import patch
 from headstream.analyses.patching.rows import check_seed
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Result
+from headstream.analyses.studies.circuits import circuits
 from headstream.analyses.studies.heads import heads
 from headstream.analyses.studies.sinks import sinks
 from headstream.analyses.studies.writes import direct_writes
@@ -58,6 +59,7 @@ def standard_study(
         steps += [(_PATCHING, step) for step in _patching(model, task, seed)]
         steps.append(("decomposition", lambda: direct_writes(model, task, seed=seed)))
     steps.append(("census", lambda: heads(model, seed=seed)))
+    steps.append(("circuits", lambda: circuits(model, seed=seed)))
     steps.append(("sinks", lambda: sinks(model, seed=seed)))
     results: list[Result] = []
     left_out: list[str] = [] if task is not None else [_no_task(model)]

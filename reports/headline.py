@@ -92,7 +92,7 @@ def _finding(study: Study) -> list[str]:
             sentences.append("No intervention was run: nothing on this page is about cause.")
         sentences += [
             formats.summary(item.result.summary())
-            for kind in ("sinks", "heads", "decomposition")
+            for kind in ("sinks", "heads", "circuits", "decomposition")
             for item in study.of_kind(kind)[:1]
         ]
     return sentences

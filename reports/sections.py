@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headstream.reports.baselines import baselines
 from headstream.reports.blocks import Section
 from headstream.reports.census import census
+from headstream.reports.circuits import circuits
 from headstream.reports.closing import audit, limits
 from headstream.reports.effects import effects
 from headstream.reports.opening import claims, model
@@ -28,6 +29,7 @@ BUILDERS: tuple[tuple[str, str, Builder], ...] = (
     ("metric", "Metric and baselines", baselines),
     ("effects", "Where a change moves the answer", effects),
     ("heads", "What each head looks at", census),
+    ("circuits", "How each head is built", circuits),
     ("sinks", "What rests on the first token", sinks),
     ("writes", "Who writes the answer", writes),
     ("audit", "Checks of the arithmetic", audit),

@@ -54,7 +54,7 @@ class Item:
         """What it is called where several stand together."""
         if self.kind != "patching":
             names = {"heads": "head census", "decomposition": "residual decomposition"}
-            names["sinks"] = "attention sinks"
+            names |= {"sinks": "attention sinks", "circuits": "circuits of the heads"}
             return names.get(self.kind, self.kind)
         return f"{SITES.get(self.site, self.site)}, {self.manner}"
 

@@ -11,6 +11,7 @@ import xarray as xr
 from headstream.analyses.evidence import Claim, Evidence, measured, proven, unknown
 from headstream.analyses.kinds import (
     AuditResult,
+    CircuitsResult,
     DecompositionResult,
     HeadsResult,
     SinksResult,
@@ -392,6 +393,106 @@ def sinks(*, n_heads: int = 4, **origin: Any) -> SinksResult:
     )
 
 
+def circuits(
+    *, layers: int = 2, n_heads: int = 4, tokens: Sequence[str] = TOKENS, **origin: Any
+) -> CircuitsResult:
+    """L0H1 looks one back and L1H2 finds its own token there; L0H0 is idle."""
+    site = (layers, n_heads)
+    names = [f"L{layer}H{head}" for layer in range(layers) for head in range(n_heads)]
+    finder = "L1H2" if layers > 1 else None
+    copying, first = np.full(site, 0.05), np.full(site, 0.04)
+    distance, excess, rank = np.full(site, np.nan), np.full(site, np.nan), np.full(site, 3.0)
+    distance[0, 1], excess[0, 1] = 1, 9.5
+    copying[0, 0], rank[0, 0] = np.nan, 0
+    if finder is not None:
+        copying[1, 2], first[1, 2] = 0.98, 0.96
+    behaviour = np.where(np.isfinite(copying), copying - 0.4, np.nan)
+    pairs = [
+        [through, earlier, later, 0.1]
+        for later in names[n_heads:]
+        for earlier in names[1 : names.index(later) // n_heads * n_heads]
+        for through in "QKV"
+    ]
+    if finder is not None:
+        (found,) = [pair for pair in pairs if pair[:3] == ["K", "L0H1", finder]]
+        found[3] = 0.3
+    pairs.sort(key=lambda pair: -pair[3])
+    best = [[tokens[i], tokens[i + 1], 2.5 / (i + 1)] for i in (0, 2, 4)]
+    cards = [
+        {
+            "head": name,
+            "matches": [[*pair[:2], 0.0] for pair in best] if name == "L0H0" else best,
+            "moves": [[*pair[:2], 0.0] for pair in best] if name == "L0H0" else best[:1],
+            "qk_distance": None,
+            "scores_from": "content x content 93%, position x content 4% (query x key)",
+            "partners": [pair for pair in pairs if name in pair[1:3] and pair[3] > 0.2],
+            "through": [["L0H1", 0.97], ["L0H2", 0.05]] if name == finder else [],
+        }
+        for name in names
+    ]
+    at = ("layer", "head")
+    return CircuitsResult(
+        title="Circuits of the heads of toy-2l",
+        data=xr.Dataset(
+            {
+                "copying": (at, copying),
+                "first": (at, first),
+                "behaviour": (at, behaviour),
+                "behaviour_low": (at, behaviour - 0.02),
+                "behaviour_high": (at, behaviour + 0.02),
+                "behaviour_chance": (at, np.full(site, -0.9)),
+                "qk_rank": (at, rank),
+                "ov_rank": (at, rank),
+                "distance": (at, distance),
+                "distance_excess": (at, excess),
+            },
+            coords={"layer": list(range(layers)), "head": list(range(n_heads))},
+        ),
+        provenance=provenance(**origin),
+        claims=()
+        if finder is None
+        else (
+            measured(
+                "circuits.L1H2.matching",
+                "through what L0H1 writes, L1H2 looks for its own token",
+                value=0.97,
+                unit="share of tokens",
+                n=50,
+                reason="weights alone; chance 0.020",
+                where="circuits",
+            ),
+            unknown(
+                "circuits.used",
+                "that the model uses these paths for the answer",
+                reason="weights say what a head could do; patching the path would settle it",
+                where="circuits",
+            ),
+        ),
+        details={
+            "n": 16,
+            "positions": "shortformer",
+            "d_head": 8,
+            "copying_random": [-0.25, 0.2],
+            "first_chance": 0.02,
+            "compositions": "1 of 36 compositions are above 0.200",
+            "composition": {
+                "chance": 0.12 if pairs else None,
+                "bar": 0.2 if pairs else None,
+                "compared": len(pairs),
+                "out": int(bool(pairs)),
+            },
+            "pairs": pairs,
+            "cards": cards,
+            "caveats": [
+                "QK: the division of 'blocks.0.ln1' is left out: it differs by position",
+                "OV: the division of 'blocks.0.ln1' is left out: it differs by position",
+                "QK: the division of 'blocks.1.ln1' is left out: it differs by position",
+                "OV: only the direct path to the logits",
+            ],
+        },
+    )
+
+
 def everything() -> list[Result]:
     """One of each kind, and two more maps."""
     return [
@@ -402,4 +503,5 @@ def everything() -> list[Result]:
         by_position(),
         decomposition(),
         sinks(),
+        circuits(),
     ]

@@ -43,7 +43,13 @@ def test_what_the_models_own_task_cannot_do_is_left_out_once(
 ) -> None:
     monkeypatch.setattr(Task, "for_model", lambda model, n, seed: pairs(last=20))
     results = standard_study(toy({"task": "induction"}), n=8, progress=False)
-    assert [result.kind for result in results] == ["audit", "decomposition", "heads", "sinks"]
+    assert [result.kind for result in results] == [
+        "audit",
+        "decomposition",
+        "heads",
+        "circuits",
+        "sinks",
+    ]
     first, *others = results
     patching = [why for why in first.details["left_out"] if why.startswith("patching: ")]
     assert len(patching) == 1, "two sweeps, one reason"

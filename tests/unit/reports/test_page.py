@@ -146,7 +146,7 @@ def test_library_is_left_out_of_a_page_without_figures(samples, parse) -> None:
 
 def test_every_figure_has_its_numbers_its_words_and_its_room(root) -> None:
     figures = root.find("figure")
-    assert len(figures) == 8
+    assert len(figures) == 9
     style = root.find("style")[0].text
     specs = json.loads(unpack(root.by_id("figures-packed").text))
     for figure in figures:

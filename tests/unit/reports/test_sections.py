@@ -68,6 +68,7 @@ def test_order_of_the_page(samples) -> None:
         "metric",
         "effects",
         "heads",
+        "circuits",
         "sinks",
         "writes",
         "audit",
