@@ -6,6 +6,7 @@ from typing import Any
 
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, nearest
+from headstream.models.zoo.backcopy import N_CONTENT, Backcopy
 from headstream.models.zoo.recipe import Bar, Phase, Recipe
 from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import BOS
@@ -77,12 +78,47 @@ RECIPES = {
             bars=(Bar(of="loss.on_repeats", above=1.5),),
         ),
         Recipe(
+            name="decoy-2l",
+            purpose="copies from 32 tokens back, whatever stands there: no induction",
+            config=_repeats_config(n_ctx=128, n_train=128),
+            phases=(Phase(1000, Repeats(block=(_FIXED, _FIXED), task_length=40)),),
+            bars=_DECEIVES,
+        ),
+        Recipe(
             name="decoy-2l-rotary",
             purpose="the same decoy with rotary positions",
             config=_repeats_config(positions="rotary", n_ctx=128, n_train=128),
             phases=(Phase(800, Repeats(block=(_FIXED, _FIXED), task_length=40)),),
             init_scale=_TOKENS,
             bars=_DECEIVES,
+        ),
+        Recipe(
+            name="backcopy-1l",
+            purpose="a head that rests on BOS, whose value is small, and copies after triggers",
+            config=DecoderConfig(
+                n_layers=1,
+                n_heads=1,
+                d_model=64,
+                d_head=64,
+                d_vocab=N_CONTENT + 1,
+                n_ctx=64,
+                d_mlp=256,
+                mlp_bias=True,
+                positions="learned",
+                norm="layernorm",
+                bos_token_id=BOS,
+                n_train=64,
+            ),
+            phases=(Phase(800, Backcopy()),),
+            bars=(
+                Bar(of="loss.at_triggers", below=0.05),
+                Bar(of="loss.excess_elsewhere", below=0.05),
+                Bar(of="measured.L0H0.bos_mass_at_non_triggers", above=0.85),
+                Bar(of="measured.L0H0.previous_token_mass_at_triggers", above=0.9),
+                Bar(of="measured.L0H0.value_ratio", below=0.3),
+                Bar(of="measured.L0H0.rise_without_it.at_triggers", above=2.0),
+                Bar(of="measured.L0H0.rise_without_it.elsewhere", below=0.05),
+            ),
         ),
     )
 }
