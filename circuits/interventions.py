@@ -24,7 +24,7 @@ from torch import Tensor
 from headstream.circuits.attention_run import AttentionRun, record_attention
 from headstream.circuits.selection import indices
 from headstream.models.edits import EdgeCut, FrozenPattern
-from headstream.models.errors import HookError, ShapeError
+from headstream.models.errors import ConfigError, HookError, ShapeError
 from headstream.models.position_set import PositionSet
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def cut_edges(
     Raises:
         ShapeError: for a layer or head that does not exist, or a set of positions that is empty;
             and from a pass, if positions lie outside its rows or no edge lies between them.
+        ConfigError: if `renormalise` is no boolean.
         HookError: at the end of the block, if no pass met the cut, or none with an edge of it.
     Source:
         Attention knockout: Geva et al. 2023, "Dissecting Recall of Factual Associations"
@@ -78,6 +79,8 @@ def cut_edges(
         >>> ((cut - model(tokens)).abs().amax(-1) > 1e-4).tolist()
         [[False, False, False, True]]
     """
+    if not isinstance(renormalise, bool):
+        raise ConfigError(f"renormalise must be True or False, got {renormalise!r}")
     cut_keys = PositionSet(keys, "keys")
     cut_queries = None if queries is None else PositionSet(queries, "queries")
     chosen = indices(heads, "head", model.config.n_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +20,25 @@ def indices(given: Any, what: str, count: int) -> tuple[int, ...]:
     """
     if given is None:
         return tuple(range(count))
+    # Tensors, arrays and their numbers as plain ones.
+    given = given.tolist() if hasattr(given, "tolist") else given
     listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
         raise ShapeError(f"no {what}s were given", hint=f"name {what}s in [0, {count})")
+    numbers = set()
     for number in listed:
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        whole = hasattr(number, "__index__") and not isinstance(number, bool)
+        if not whole or not 0 <= operator.index(number) < count:
             raise ShapeError(
                 f"there is no {what} {number!r}: the model has {count}, 0 to {count - 1}"
             )
-    return tuple(sorted(set(listed)))
+        numbers.add(operator.index(number))
+    return tuple(sorted(numbers))
 
 
 def heads_by_layer(model: Decoder, heads: Any) -> dict[int, list[int]]:
     """Heads of pairs (layer, head), by layer."""
-    pairs = list(heads)
+    pairs = list(heads) if isinstance(heads, Iterable) else []
     if not pairs:
         raise ShapeError("no heads were given", hint="give pairs such as [(0, 3)]")
     by_layer: dict[int, list[int]] = {}
