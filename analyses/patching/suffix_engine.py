@@ -24,8 +24,8 @@ from torch import Tensor
 
 from headstream.analyses.patching.measured import measure
 from headstream.analyses.patching.site_sets import SetGrid
-from headstream.analyses.patching.sites import Grid
-from headstream.analyses.patching.suffix_entry import enter_at_place, enter_rows
+from headstream.analyses.patching.sites import Grid, Site
+from headstream.analyses.patching.suffix_entry import STAYS, enter_key_or_value, enter_rows, entered
 from headstream.analyses.patching.suffix_layers import layers_of
 from headstream.analyses.patching.suffix_sets import run_set
 from headstream.analyses.patching.suffix_spread import Band, Spread
@@ -45,9 +45,8 @@ from headstream.models.errors import HookError
 BAND_ROWS = 1024
 # How much further than the shortest suffix of a band its longest may reach, as a part of it.
 BAND_WASTE = 0.125
-
-# Sites whose change stays at its position until the next layer.
-_STAYS = {"resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", "z", "q", "pattern"}
+# What a run costs of which only one row is run, as a part of a row for each key of it.
+SHORT_SHARE = 8
 
 
 class SuffixSweep:
@@ -125,32 +124,91 @@ class SuffixSweep:
             keys = positions_of(task, torch.cat(columns, 1)).to(at.device)
         present = values.present(at)
         reached = present & (at <= self._read[:, None])
-        if grid.site.name in _STAYS and layer == self._model.config.n_layers - 1:
+        if grid.site.name in STAYS and layer == self._model.config.n_layers - 1:
             reached &= at == self._read[:, None]
-        units = self._units(grid, block)
-        for pair, place in self._near(reached, at, len(units)):
+        pair, place = reached.nonzero(as_tuple=True)
+        order = torch.argsort(at[pair, place], stable=True)
+        self._run_pairs(grid, block, values, at, keys, (pair[order], place[order]), logits)
+        return present
+
+    def _run_pairs(
+        self,
+        grid: Grid,
+        block: Block,
+        values: Values,
+        at: Int[Tensor, "example place"],
+        keys: Tensor | None,
+        pairs: tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]],
+        logits: Float[Tensor, "unit place example d_vocab"],
+    ) -> None:
+        """Patch (example, place) pairs, sorted by position, in every unit of the block."""
+        if not len(pairs[0]):
+            return
+        units, site, layer = self._units(grid, block), grid.site, grid.layers[block.layer]
+        stays, index = site.name in STAYS, layer
+        streams, all_same, kept = [], [], []
+        for pair, place in zip(*(part.split(max(1, BAND_ROWS // len(units))) for part in pairs)):
             band = self._band(pair, at[pair, place])
             new, old, same = self._at_places(grid, layer, values, at, keys, pair, place, band)
             new, same = new[:, units], same[:, units]
-            old = None if old is None else old[:, units]
-            for part in _parts(len(units), len(pair) * (band.end - band.start)):
-                out = enter_at_place(
-                    self._spread,
-                    grid.site,
-                    layer,
-                    new[:, part],
-                    None if old is None else old[:, part],
-                    units[part],
-                    band,
-                )
-                found = unembedded(self._model, out.flatten(0, 1)).unflatten(0, out.shape[:2])
-                if block.kind != "self":
-                    # What a patch leaves as it was has no effect: zero, not rounding.
-                    kept = self._spread.base.logits[pair][:, None].expand_as(found)
-                    found[same[:, part]] = kept[same[:, part]]
-                index = torch.arange(len(units), device=at.device)[part]
-                logits[index[None], place[:, None], pair[:, None]] = found
-        return present
+            if stays:
+                old = None if old is None else old[:, units]
+                index, new = entered(self._spread, site, layer, new, old, units, band)
+            # What a patch leaves as it was has no effect; the control must run it all the same.
+            changed = torch.ones_like(same) if block.kind == "self" else ~same
+            streams.append(new)
+            all_same.append(~changed)
+            kept.append(changed.any(1))
+        keep = torch.cat(kept)
+        stream, same = torch.cat(streams)[keep], torch.cat(all_same)[keep]
+        pair, place = (part[keep] for part in pairs)
+        if not len(pair):
+            return
+        final = stays and index == self._model.config.n_layers
+        if not final:
+            stream = self._run_bands(site, index, stream, units, pair, at[pair, place])
+        found = self._read_out(stream, final=final)
+        found[same] = self._spread.base.logits[pair][:, None].expand_as(found)[same]
+        unit = torch.arange(len(units), device=at.device)
+        logits[unit[None], place[:, None], pair[:, None]] = found
+
+    def _run_bands(
+        self,
+        site: Site,
+        index: int,
+        values: Float[Tensor, "pair unit width"],
+        units: Int[Tensor, " unit"],
+        pair: Int[Tensor, " pair"],
+        at: Int[Tensor, " pair"],
+    ) -> Float[Tensor, "pair unit d_model"]:
+        """The stream after the last attention where it is read, band by band."""
+        by_key = site.name in ("k", "v")
+        out = values.new_empty(*values.shape[:2], self._model.config.d_model)
+        short = not by_key and index == self._model.config.n_layers - 1
+        for which in self._near(pair, at, len(units), short):
+            band = self._band(pair[which], at[which])
+            for part in _parts(len(units), len(band.at) * (1 if short else band.end - band.start)):
+                given = values[which, part]
+                if by_key:
+                    found = enter_key_or_value(self._spread, site, index, given, units[part], band)
+                else:
+                    found = self._spread.mid_from_place(index, given, band)
+                out[which, part] = found
+        return out
+
+    def _read_out(
+        self, stream: Float[Tensor, "pair unit d_model"], *, final: bool
+    ) -> Float[Tensor, "pair unit d_vocab"]:
+        """Logits of the last stream, or of the one before the last MLP."""
+        rows = stream.flatten(0, 1)
+        found = []
+        for part in rows.split(BAND_ROWS):
+            if not final:
+                part = self._spread.layer(self._model.config.n_layers - 1).after(part[:, None])[
+                    :, 0
+                ]
+            found.append(unembedded(self._model, part))
+        return torch.cat(found).unflatten(0, stream.shape[:2])
 
     def _at_places(
         self,
@@ -225,7 +283,8 @@ class SuffixSweep:
                 chosen = new[pair][:, : band.end, units[unit]].transpose(1, 2)
                 old = self._own.get(site.hook.format(layer=layer)) if site.one_wide else None
                 out = enter_rows(self._spread, site, layer, chosen, old, units[unit], band)
-                found = unembedded(self._model, out.flatten(0, 1)).unflatten(0, out.shape[:2])
+                final = site.name != "resid_pre" and self._spread.layer(layer).is_last
+                found = self._read_out(out, final=final)
                 if block.kind != "self":
                     unchanged = same[pair][:, units[unit]]
                     kept = self._spread.base.logits[pair][:, None].expand_as(found)
@@ -284,24 +343,26 @@ class SuffixSweep:
         return torch.stack([logits for logits, _ in found]), torch.stack([p for _, p in found])
 
     def _near(
-        self, reached: Bool[Tensor, "example place"], at: Tensor, units: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(example, place) pairs, in bands of close positions and not too many rows."""
-        pair, place = reached.nonzero(as_tuple=True)
-        order = torch.argsort(at[pair, place], stable=True)
-        pair, place = pair[order], place[order]
+        self, pair: Int[Tensor, " pair"], at: Int[Tensor, " pair"], units: int, short: bool
+    ) -> Iterator[slice]:
+        """Bands of pairs at close positions, sorted by them, of not too many rows.
+
+        `short`: of what is left only the row that is read is run, so that positions need not be
+        close.
+        """
         ends = (self._read[pair] + 1).tolist()
-        starts = at[pair, place].tolist()
+        starts = at.tolist()
         first, end = 0, 0
         for this, (start, reads) in enumerate(zip(starts, ends)):
             span = max(end, reads) - starts[first]
-            late = start - starts[first] > BAND_WASTE * span
-            if this > first and (late or (this + 1 - first) * units * span > BAND_ROWS):
-                yield pair[first:this], place[first:this]
+            late = not short and start - starts[first] > BAND_WASTE * span
+            rows = (this + 1 - first) * units * (-(-span // SHORT_SHARE) if short else span)
+            if this > first and (late or rows > BAND_ROWS):
+                yield slice(first, this)
                 first, end = this, 0
             end = max(end, reads)
         if starts:
-            yield pair[first:], place[first:]
+            yield slice(first, len(starts))
 
     def _band(self, pair: Tensor, at: Tensor) -> Band:
         read = self._read[pair]

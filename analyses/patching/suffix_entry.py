@@ -16,8 +16,11 @@ from headstream.analyses.patching.suffix_layers import Layer
 from headstream.analyses.patching.suffix_spread import Band, Spread
 from headstream.models.attend_naive import widen
 
+# Sites whose change stays at its position until the next layer.
+STAYS = {"resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", "z", "q", "pattern"}
 
-def enter_at_place(
+
+def entered(
     spread: Spread,
     site: Site,
     index: int,
@@ -25,31 +28,27 @@ def enter_at_place(
     old: Tensor | None,
     units: Int[Tensor, " unit"],
     band: Band,
-) -> Float[Tensor, "pair unit d_model"]:
-    """The last stream where it is read, after `values` at one position of a layer.
+) -> tuple[int, Float[Tensor, "pair unit d_model"]]:
+    """The layer whose `resid_pre` differs at the place first, and what it is there.
 
     Args:
-        values: for `pattern`, the z that the head then has.
+        values: of a site in `STAYS`, or of `resid_pre`, at one position of layer `index`; for
+            `pattern`, the z that the head then has.
         old: what the units of `mlp_post` had, [pair, unit, 1].
-        units: heads, key/value heads or neurons; of a site without, one.
+        units: heads or neurons; of a site without, one.
     """
     base, layer = spread.base, spread.layer(index)
     name = site.name
     if name == "resid_pre":
-        return spread.from_place(index, values, band)
-    if name in ("k", "v"):
-        mid = _keys_and_values(spread, layer, name, values, units, band)
-        out = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
-        return out[:, :, 0] if layer.is_last else spread.from_rows(index + 1, out, band)
+        return index, values
     if name == "resid_post":
-        return spread.from_place(index + 1, values, band)
+        return index + 1, values
     if name == "mlp_out":
-        return spread.from_place(index + 1, band.at_place(base.mid[index])[:, None] + values, band)
+        return index + 1, band.at_place(base.mid[index])[:, None] + values
     if name == "mlp_post":
         assert old is not None
         change = (values - old) * layer.block.mlp.W_out[units]
-        after = band.at_place(base.resid[index + 1])[:, None] + change
-        return spread.from_place(index + 1, after, band)
+        return index + 1, band.at_place(base.resid[index + 1])[:, None] + change
     if name == "resid_mid":
         mid = values
     elif name == "attn_out":
@@ -59,9 +58,24 @@ def enter_at_place(
         change = z - band.at_place(base.z[index])[:, units]
         written = torch.einsum("pud,ude->pue", change, layer.W_O[units])
         mid = band.at_place(base.mid[index])[:, None] + written
-        if not layer.block.has_mlp:
-            return spread.from_place(index + 1, mid, band)
-    return spread.from_place(index + 1, layer.after(mid), band)
+    return index + 1, layer.after(mid)
+
+
+def enter_key_or_value(
+    spread: Spread,
+    site: Site,
+    index: int,
+    values: Float[Tensor, "pair unit d_head"],
+    units: Int[Tensor, " unit"],
+    band: Band,
+) -> Float[Tensor, "pair unit d_model"]:
+    """The stream after the last attention where it is read, with one new key or value a unit."""
+    layer = spread.layer(index)
+    mid = _keys_and_values(spread, layer, site.name, values, units, band)
+    if layer.is_last:
+        return mid[:, :, 0]
+    out = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
+    return spread.mid_from_rows(index + 1, out, band)
 
 
 def enter_rows(
@@ -75,13 +89,15 @@ def enter_rows(
 ) -> Float[Tensor, "pair unit d_model"]:
     """The same after `values` at every position of whole rows, from the first one to `band.end`.
 
+    In the last layer sites but `resid_pre` give the last stream itself.
+
     Args:
         values: for q, k, v and pattern, the z of each unit's heads, width (head, d_head) flat.
     """
     base, layer = spread.base, spread.layer(index)
     name = site.name
     if name == "resid_pre":
-        return spread.from_rows(index, values, band)
+        return spread.mid_from_rows(index, values, band)
     rows = band.rows(layer)
     if layer.is_last:
         values = values.gather(
@@ -110,7 +126,7 @@ def enter_rows(
             written = torch.einsum("purd,ude->pure", change, weight[units])
             mid = band.at_rows(base.mid[index], rows)[:, None] + written
         out = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
-    return out[:, :, 0] if layer.is_last else spread.from_rows(index + 1, out, band)
+    return out[:, :, 0] if layer.is_last else spread.mid_from_rows(index + 1, out, band)
 
 
 def _query(

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstream.analyses.patching.suffix_layers import Layer
+from headstream.analyses.patching.suffix_layers import Layer, normed
 from headstream.analyses.patching.suffix_state import BaseRun
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import widen
@@ -84,22 +84,23 @@ class Spread:
         assert layer is not None, "a patch never reaches back before its layer"
         return layer
 
-    def from_place(
+    def mid_from_place(
         self, index: int, resid: Float[Tensor, "pair unit d_model"], band: Band
     ) -> Float[Tensor, "pair unit d_model"]:
-        """The last stream where it is read, when `resid_pre` of layer `index` differs at `at`.
+        """The stream after the last attention where it is read, when `resid_pre` of a layer
+        differs at `at`.
 
-        Past the last layer that is the change itself: the caller keeps only pairs that read there.
+        What follows, the last MLP and the unembedding, meets so few rows a band that the caller
+        does it for many bands at once.
         """
-        if index == len(self.layers):
-            return resid
         layer = self.layer(index)
-        out = self._one_key(layer, resid, band)
+        mid = self._one_key(layer, resid, band)
         if layer.is_last:
-            return out[:, :, 0]
-        return self.from_rows(index + 1, out, band)
+            return mid[:, :, 0]
+        out = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
+        return self.mid_from_rows(index + 1, out, band)
 
-    def from_rows(
+    def mid_from_rows(
         self, index: int, resid: Float[Tensor, "pair unit row d_model"], band: Band
     ) -> Float[Tensor, "pair unit d_model"]:
         """The same when it differs anywhere in [start, end)."""
@@ -110,18 +111,77 @@ class Spread:
             keys, values = self._with_prefix(layer, k, v, band, units)
             mid = layer.mixed(layer.attend(q, keys, values)).add_(stream)
             stream = layer.after(mid)
-        layer = self.layer(len(self.layers) - 1)
-        _, k, v = layer.projected(stream, band.span, "kv")
-        keys, values = self._with_prefix(layer, k, v, band, units)
+        out = self._read_row(self.layer(len(self.layers) - 1), stream, band, units)
+        return out.unflatten(0, (pairs, units))
+
+    def from_rows(
+        self, index: int, resid: Float[Tensor, "pair unit row d_model"], band: Band
+    ) -> Float[Tensor, "pair unit d_model"]:
+        """The last stream where it is read, when `resid_pre` differs anywhere in [start, end)."""
+        mid = self.mid_from_rows(index, resid, band)
+        return self.layer(len(self.layers) - 1).after(mid)
+
+    def _read_row(
+        self, layer: Layer, stream: Float[Tensor, "run pos d_model"], band: Band, units: int
+    ) -> Float[Tensor, "run d_model"]:
+        """The stream after the last layer's attention at `read`.
+
+        One query needs no keys and values of its own suffix: with x the normalised stream, its
+        scores are q . (x_j W_K + b_K) = (W_K q) . x_j + q . b_K and what it reads is
+        sum_j A_j (x_j W_V + b_V) = (sum_j A_j x_j) W_V + (sum_j A_j) b_V. Rotated keys are not
+        linear in x alone, and take the way of the other layers.
+        """
         read = band.read.repeat_interleave(units)
-        stream = stream[torch.arange(len(stream), device=read.device), read - band.start][:, None]
-        q, _, _ = layer.projected(stream, read[:, None], "q")
-        allowed = None
+        runs = torch.arange(len(stream), device=read.device)
+        own = stream[runs, read - band.start][:, None]
+        q, _, _ = layer.projected(own, read[:, None], "q")
+        later = None
         if bool((band.read < band.end - 1).any()):
-            allowed = torch.arange(band.end, device=read.device) <= read[:, None]
-            allowed = allowed[:, None, None]
-        z = layer.attend_where(q, keys, values, allowed)
-        return layer.after(layer.mixed(z).add_(stream)).unflatten(0, (pairs, units))[:, :, 0]
+            later = torch.arange(band.end, device=read.device) > read[:, None]
+        assert q is not None
+        if layer.rotary is None:
+            z = self._unprojected(layer, stream, q[:, 0], later, band, units)
+        else:
+            _, k, v = layer.projected(stream, band.span, "kv")
+            keys, values = self._with_prefix(layer, k, v, band, units)
+            allowed = None if later is None else ~later[:, None, None]
+            z = layer.attend_where(q, keys, values, allowed)
+        return layer.mixed(z).add_(own)[:, 0]
+
+    def _unprojected(
+        self,
+        layer: Layer,
+        stream: Float[Tensor, "run pos d_model"],
+        q: Float[Tensor, "run head d_head"],
+        later: Tensor | None,
+        band: Band,
+        units: int,
+    ) -> Float[Tensor, "run 1 head d_head"]:
+        """z of one query a run, over the unpatched prefix and its own suffix."""
+        attn, index = layer.block.attn, layer.index
+        x = widen(normed(layer.block.ln1, stream))
+        addressed = x if layer.shortformer is None else x + layer.shortformer[band.span]
+        query = widen(q).unflatten(1, (layer.kv_heads, -1))
+        asked = torch.einsum("rkxd,ked->rkxe", query, widen(attn.W_K)).flatten(1, 2)
+        suffix = (asked @ addressed.mT).unflatten(1, query.shape[1:3])
+        if attn.b_K is not None:
+            suffix = suffix + torch.einsum("rkxd,kd->rkx", query, widen(attn.b_K))[..., None]
+        by_pair = query.unflatten(0, (-1, units))
+        keys, values = (
+            widen(band.of(kept[index])[:, : band.start]) for kept in (self.base.k, self.base.v)
+        )
+        prefix = torch.einsum("pukxd,pjkd->pukxj", by_pair, keys).flatten(0, 1)
+        score = torch.cat((prefix, suffix), -1) * layer.scale
+        if later is not None:
+            score = score.masked_fill(later[:, None, None], -torch.inf)
+        pattern = torch.softmax(score, -1)
+        before, after = pattern[..., : band.start], pattern[..., band.start :]
+        met = (after.flatten(1, 2) @ x).unflatten(1, query.shape[1:3])
+        z = torch.einsum("rkxe,ked->rkxd", met, widen(attn.W_V))
+        if attn.b_V is not None:
+            z = z + after.sum(-1, keepdim=True) * widen(attn.b_V)[:, None]
+        of_prefix = torch.einsum("pukxj,pjkd->pukxd", before.unflatten(0, (-1, units)), values)
+        return (z + of_prefix.flatten(0, 1)).flatten(1, 2)[:, None].to(q.dtype)
 
     def _with_prefix(
         self, layer: Layer, k: Tensor, v: Tensor, band: Band, units: int
@@ -141,7 +201,7 @@ class Spread:
     def _one_key(
         self, layer: Layer, resid: Float[Tensor, "pair unit d_model"], band: Band
     ) -> Float[Tensor, "pair unit row d_model"]:
-        """The layer's output at `band.rows` when its input differs at `at`."""
+        """The stream after the layer's attention at `band.rows` when its input differs at `at`."""
         pairs, units = resid.shape[:2]
         rows = band.rows(layer)
         place = band.at.repeat_interleave(units)[:, None]
@@ -157,7 +217,7 @@ class Spread:
         changed = out[here[0], :, here[1]] + resid[here[0]]
         out += band.at_rows(self.base.resid[layer.index], rows)[:, None]
         out[here[0], :, here[1]] = changed
-        return layer.after(out.flatten(0, 1)).unflatten(0, (pairs, units))
+        return out
 
     def new_key(
         self,
