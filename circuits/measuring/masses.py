@@ -4,7 +4,7 @@ Positions are those of real tokens: under padding "first" is the first real toke
 "two back" skips nothing but padding.
 
 Precision of each: that of its entries A_ij = exp(s_ij - lse_i), a relative error of about
-eps * |lse| of the score's dtype (float32: 7e-7 at an lse of 6, 5e-4 at 4203) and never above 1e-3,
+eps * |lse| of the dtype of the scores (float32: 7e-7 at an lse of 6, 5e-4 at 4203), at most 1e-3,
 since a layer whose scores are larger still is read in float64.
 """
 

@@ -122,8 +122,9 @@ def _array(labels: Any) -> npt.NDArray[Any]:
         raise ShapeError(
             "rows of labels differ in length", hint="give every position a label, padding included"
         ) from None
-    if array.dtype.kind == "U" and not isinstance(labels, np.ndarray):
-        flat = np.asarray(labels, dtype=object).ravel().tolist()
-        if not all(isinstance(label, str) for label in flat):
-            raise ShapeError("labels must be strings or whole numbers, got both")
-    return array
+    flat = np.asarray(labels, dtype=object).ravel().tolist()
+    if array.dtype.kind not in "UO" or not any(isinstance(label, str) for label in flat):
+        return array
+    if not all(isinstance(label, str) for label in flat):
+        raise ShapeError("labels must be strings or whole numbers, got both")
+    return array.astype(str)

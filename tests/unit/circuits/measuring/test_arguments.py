@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -97,3 +98,10 @@ def test_a_short_row_has_no_normalised_entropy_for_its_own_reason(model_a: Decod
         "no query has 8 keys to read: example 0"
     )
     assert "not_applicable" not in data["entropy"].attrs
+
+
+def test_labels_of_any_kind_of_array(model_a: Decoder) -> None:
+    words = ["a"] * 3 + ["b"] * 5
+    expected = measure_attention(model_a, torch.arange(8), SegmentMass(words))
+    for labels in (np.array(words), np.array(words, dtype=object), pd.Series(words)):
+        assert measure_attention(model_a, torch.arange(8), SegmentMass(labels)).equals(expected)
