@@ -7,6 +7,7 @@ from typing import Any
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, nearest
 from headstream.models.zoo.backcopy import N_CONTENT, Backcopy
+from headstream.models.zoo.recall import D_VOCAB, Recall
 from headstream.models.zoo.recipe import Bar, Phase, Recipe
 from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import BOS
@@ -109,7 +110,8 @@ RECIPES = {
                 bos_token_id=BOS,
                 n_train=64,
             ),
-            phases=(Phase(800, Backcopy()),),
+            phases=(Phase(600, Backcopy()),),
+            init_scale=_UNIT_SIZE,
             bars=(
                 Bar(of="loss.at_triggers", below=0.05),
                 Bar(of="loss.excess_elsewhere", below=0.05),
@@ -118,6 +120,20 @@ RECIPES = {
                 Bar(of="measured.L0H0.value_ratio", below=0.3),
                 Bar(of="measured.L0H0.rise_without_it.at_triggers", above=2.0),
                 Bar(of="measured.L0H0.rise_without_it.elsewhere", below=0.05),
+            ),
+        ),
+        Recipe(
+            name="recall-2l",
+            purpose="gives the value of the key that an instruction names, among distractors",
+            config=_repeats_config(
+                positions="rotary", d_vocab=D_VOCAB, n_ctx=192, n_train=64, d_head=16
+            ),
+            phases=(Phase(1500, Recall(pairs=(2, 29))),),
+            init_scale=_TOKENS,
+            first_head_alone=0.5,
+            bars=(
+                Bar(of="loss.on_answers", below=0.1),
+                Bar(of="accuracy.on_answers", above=0.97),
             ),
         ),
     )

@@ -8,12 +8,12 @@ to corrupt it break different things:
     answer          B becomes another token: the match stays, what is copied changes
     last            the last A becomes a token that occurs nowhere else: the query changes
 
-The gates' pairs are in `gate_pairs`.
+The pairs of other kinds are in `gate_pairs`, `backcopy_pairs` and `recall_pairs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import TaskError, nearest
+from headstream.models.zoo.backcopy_pairs import backcopy_pairs
 from headstream.models.zoo.gate_pairs import gate_pairs
+from headstream.models.zoo.recall_pairs import recall_pairs
 from headstream.models.zoo.sequences import single_match
 
 Corruption = Literal["earlier_query", "answer", "last"]
@@ -32,31 +34,26 @@ def pairs_for(
     n: int,
     seed: int,
     *,
-    corruption: str | None = None,
-    distance: tuple[int, int] | None = None,
     config: DecoderConfig | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """`n` pairs for the task that a model's card names.
 
     Args:
-        card: a model's card; its `task` holds `kind`, `length` and `n_content`.
+        card: a model's card; its `task` holds the `kind` and what that kind needs.
         n: pairs.
         seed: of the draw; the global random state is not used.
-        corruption: what is replaced, see above; None is what the card's task names, or else
-            `earlier_query`, of a gate `both`.
-        distance: smallest and largest distance between the two A's; None is what the card's task
-            names (decoys keep to one), or else all that fit. Gates have none.
         config: of the model that shall read the pairs; None checks nothing.
+        options: of the kind. Every kind has `corruption`: what is replaced. None, of any option,
+            is the kind's own. Induction: see `induction_pairs`; gates, backcopy and recall: see
+            their files.
     Returns:
         The arguments of `Task`: `clean`, `corrupted` int64 [example, pos], `answer`, `wrong`
-        [example], and `roles`, name -> position [example]: `earlier_query` the earlier A,
-        `answer_source` the B after it, `query` the last token. `wrong` is another token of the
-        clean prompt, drawn uniformly from those that are neither A, B nor BOS, so that merely
-        preferring tokens of the context gains nothing; with `corruption="answer"` it is the token
-        that replaced B.
+        [example], and `roles`, name -> position [example].
     Raises:
         TaskError: if the card names no task that is known here or one that cannot be drawn, n < 1,
-            or `distance` does not fit, or the card asks for more than the model holds.
+            an option is not one of the kind's or does not fit, or the card asks for more than the
+            model holds.
     Example:
         >>> card = {"task": {"kind": "induction", "length": 6, "n_content": 9}}
         >>> pairs = pairs_for(card, n=1, seed=0)
@@ -64,16 +61,50 @@ def pairs_for(
         1
     """
     task = card.get("task")
-    if isinstance(task, Mapping) and task.get("kind") == "gate":
-        if distance is not None:
-            raise TaskError(f"distance={distance!r} was given, and the pairs of a gate have none")
-        return gate_pairs(
-            card, n, seed, corruption="both" if corruption is None else corruption, config=config
-        )
+    kind = task.get("kind") if isinstance(task, Mapping) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise TaskError(f"the card of {card.get('name')!r} names no known task, got {task!r}")
+    draw, known = _KINDS[kind]
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            raise TaskError(
+                f"{name}={value!r} was given, and the pairs of {_IN_WORDS[kind]} have none; "
+                f"they take {', '.join(known)}",
+                hint=nearest(name, known),
+            )
+    drawn: dict[str, Any] = draw(card, n, seed, config=config, **given)
+    return drawn
+
+
+def induction_pairs(
+    card: Mapping[str, Any],
+    n: int,
+    seed: int,
+    *,
+    corruption: str | None = None,
+    distance: tuple[int, int] | None = None,
+    config: DecoderConfig | None = None,
+) -> dict[str, Any]:
+    """`n` pairs of `<bos> .. A B .. A`; see `pairs_for`.
+
+    Args:
+        card: its task holds `length` and `n_content`, and may hold `distance` and `corruption`.
+        corruption: see the top of this file; None is what the card's task names, or else
+            `earlier_query`.
+        distance: smallest and largest distance between the two A's; None is what the card's task
+            names (decoys keep to one), or else all that fit.
+    Returns:
+        The arguments of `Task`; roles `earlier_query` the earlier A, `answer_source` the B after
+        it, `query` the last token. `wrong` is another token of the clean prompt, drawn uniformly
+        from those that are neither A, B nor BOS, so that merely preferring tokens of the context
+        gains nothing; with `corruption="answer"` it is the token that replaced B.
+    Raises:
+        TaskError: as `pairs_for`.
+    """
     length, n_content = _induction_sizes(card)
-    assert isinstance(task, Mapping)
     if corruption is None:
-        corruption = str(task.get("corruption", "earlier_query"))
+        corruption = str(card["task"].get("corruption", "earlier_query"))
     if distance is None:
         distance = _fixed_distance(card)
     if config is not None:
@@ -116,9 +147,7 @@ def pairs_for(
 
 def _induction_sizes(card: Mapping[str, Any]) -> tuple[int, int]:
     """Length and number of content tokens of the card's task."""
-    task = card.get("task")
-    if not isinstance(task, Mapping) or task.get("kind") != "induction":
-        raise TaskError(f"the card of {card.get('name')!r} names no known task, got {task!r}")
+    task = card["task"]
     sizes = task.get("length"), task.get("n_content")
     if not all(isinstance(size, int) for size in sizes):
         raise TaskError(
@@ -171,3 +200,18 @@ def _other_token(tokens: Tensor, earlier: Tensor, generator: torch.Generator) ->
     chance[row, earlier] = -1.0
     chance[row, earlier + 1] = -1.0
     return tokens[row, chance.argmax(1)]
+
+
+# What draws the pairs of a kind, and the options that it takes.
+_KINDS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
+    "induction": (induction_pairs, ("corruption", "distance")),
+    "gate": (gate_pairs, ("corruption",)),
+    "backcopy": (backcopy_pairs, ("corruption",)),
+    "recall": (recall_pairs, ("corruption", "n_pairs", "depth")),
+}
+_IN_WORDS = {
+    "induction": "an induction task",
+    "gate": "a gate",
+    "backcopy": "a backcopy task",
+    "recall": "a recall task",
+}
