@@ -363,7 +363,7 @@ def _sample(model: Decoder, n: int, seed: int) -> Int[Tensor, "n pos"]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(n, len(content), generator=generator).argsort(1)[:, :length]
     tokens = content[order]
-    if has_bos:
+    if config.bos_token_id is not None:
         tokens = torch.cat([torch.full((n, 1), config.bos_token_id), tokens], 1)
     return tokens.to(model.device)
 

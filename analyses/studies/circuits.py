@@ -7,6 +7,7 @@ intervention, and the claims say so.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def circuits(
             | {"out": int(compositions["stands_out"].astype(bool).sum())},
             "pairs": [
                 [row.through, row.earlier, row.later, round(row.score, 4)]
-                for row in compositions.head(_KEPT).itertuples()
+                for row in _rows(compositions.head(_KEPT))
             ],
             "cards": [_card(one, compositions) for one in found],
             "caveats": list(dict.fromkeys(words for one in found for words in one.caveats)),
@@ -115,6 +116,11 @@ def _compositions(found: tuple[HeadAnatomy, ...]) -> pd.DataFrame:
     every = {at: strongest_compositions(scores, top=None) for at, scores in distances.items()}
     mine = [every[one.distance][every[one.distance]["later"] == one.name] for one in found]
     return pd.concat(mine).sort_values("score", ascending=False, kind="stable", ignore_index=True)
+
+
+def _rows(frame: pd.DataFrame) -> Iterator[Any]:
+    """Rows as named tuples, whose fields pandas does not type."""
+    return iter(frame.itertuples())
 
 
 def _in_words(found: tuple[HeadAnatomy, ...]) -> str:
@@ -150,8 +156,7 @@ def _card(head: HeadAnatomy, compositions: pd.DataFrame) -> dict[str, Any]:
         "qk_distance": head.distance,
         "scores_from": scores_from(head),
         "partners": [
-            [row.through, row.earlier, row.later, round(row.score, 4)]
-            for row in partners.itertuples()
+            [row.through, row.earlier, row.later, round(row.score, 4)] for row in _rows(partners)
         ],
         "through": [[head_name(*one.earlier), round(one.own_first, 4)] for one in head.through],
     }
@@ -177,7 +182,8 @@ def _claims(found: tuple[HeadAnatomy, ...], compositions: pd.DataFrame) -> list[
                     where="circuits",
                 )
             )
-    for row in compositions[compositions["stands_out"].astype(bool)].head(_CLAIMED).itertuples():
+    out = compositions[compositions["stands_out"].astype(bool)]
+    for row in _rows(out.head(_CLAIMED)):
         claims.append(
             measured(
                 f"circuits.{row.through}.{row.earlier}.{row.later}",
