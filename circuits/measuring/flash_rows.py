@@ -151,7 +151,7 @@ class FlashRows(Rows):
         name = statistic.name
         if name in self._carried.means:
             return self._carried.means[name]
-        return carry(self.layer, {name: statistic.values(self.batch, self.dtype)}).means[name]
+        return carry(self.layer, {name: statistic.key_values(self.batch, self.dtype)}).means[name]
 
     def entropy(self) -> PerQuery:
         if self._carried.entropy is None:

@@ -273,7 +273,7 @@ class SinkRate(Statistic):
             raise ShapeError(f"eps must lie in [0, 1), got {self.eps!r}")
         self.key = check_whole("key", self.key, at_least=0)
         self.T = check_whole("T", self.T, at_least=1)
-        self._importance = SinkImportance(self.key, self.T)
+        self._importance: Statistic = SinkImportance(self.key, self.T)
 
     @property
     def default_name(self) -> str:

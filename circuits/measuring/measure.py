@@ -9,7 +9,7 @@ the pattern by their definition; the two are tested against each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xarray as xr
@@ -244,7 +244,7 @@ class _Taker:
         check_finite(layer.lse.sum(), self.layer)
         layer = precise(layer)
         values = {
-            each.name: each.values(layer.batch, layer.lse.dtype)
+            each.name: each.key_values(layer.batch, layer.lse.dtype)
             for each in self.run.statistics
             if isinstance(each, LinearStatistic)
         }
@@ -258,7 +258,7 @@ class _Taker:
 def _distinct(statistics: Statistic | Sequence[Statistic]) -> list[Statistic]:
     """A list of statistics of different names."""
     several = isinstance(statistics, Iterable) and not isinstance(statistics, (str, Statistic))
-    given = list(statistics) if several else [statistics]
+    given: list[Any] = list(cast(Iterable[Any], statistics)) if several else [statistics]
     if not given:
         raise ShapeError("no statistics were given", hint="give some, such as SinkMass()")
     for each in given:

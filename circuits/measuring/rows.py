@@ -90,8 +90,7 @@ class UniformRows(Rows):
         return (self.weight * self.batch.earlier_copies)[:, None]
 
     def mean_of(self, statistic: LinearStatistic) -> PerColumn:
-        values = statistic.values(self.batch, self.dtype) * self.batch.real[..., None]
-        sums = values.cumsum(1)[:, self.batch.past :]
+        sums = statistic.key_values(self.batch, self.dtype).cumsum(1)[:, self.batch.past :]
         return (sums * self.weight[..., None])[:, None]
 
     def entropy(self) -> PerQuery:

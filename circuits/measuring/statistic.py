@@ -36,6 +36,7 @@ from torch import Tensor
 
 from headstream.circuits.measuring.rows import Rows
 from headstream.circuits.measuring.token_batch import TokenBatch
+from headstream.models.errors import ShapeError
 
 Pattern = Float[Tensor, "batch head query_pos key_pos"]
 # One number a query and head; or several, along the statistic's own axis.
@@ -48,7 +49,7 @@ class Statistic(ABC):
     """Base of all statistics.
 
     Attributes:
-        name: the variable it becomes; by default the class's name, with its parameters.
+        name: the variable it becomes; by default the class's name, and parameters if it adds them.
         needs_tokens: whether it compares tokens.
         needs_entropy: whether it asks for the entropy, which then shares a pass with others.
         summed: whether an example's value is the sum over the counted queries, not their mean.
@@ -155,9 +156,33 @@ class LinearStatistic(Statistic):
     ) -> Float[Tensor, "batch key_pos column"]:
         """phi. What it says of padding does not matter."""
 
+    def key_values(
+        self, batch: TokenBatch, dtype: torch.dtype
+    ) -> Float[Tensor, "batch key_pos column"]:
+        """`values`, checked, in this dtype, and 0 on padding.
+
+        Raises:
+            ShapeError: if they have another shape, or several columns and no axis to stand along.
+        """
+        values = self.values(batch, dtype)
+        expected = list(batch.real.shape)
+        columns = "column" if self.axis else "1"
+        if (
+            values.ndim != 3
+            or list(values.shape[:2]) != expected
+            or (self.axis is None and values.shape[2] != 1)
+        ):
+            raise ShapeError(
+                f"values of {self.name!r} are {list(values.shape)}, expected [batch, key_pos, "
+                f"{columns}] = [{expected[0]}, {expected[1]}, {columns}]",
+                hint="name an axis if a key has several" if values.ndim == 3 else "add [..., None]",
+            )
+        # A product would not do: 0 times NaN or infinity is NaN.
+        return values.to(dtype).masked_fill(~batch.real[..., None], 0.0)
+
     def from_pattern(self, pattern: Pattern, batch: TokenBatch) -> Values:
         return self._squeezed(
-            torch.einsum("bhqk,bkc->bhqc", pattern, self.values(batch, pattern.dtype))
+            torch.einsum("bhqk,bkc->bhqc", pattern, self.key_values(batch, pattern.dtype))
         )
 
     def from_rows(self, rows: Rows) -> Values:
