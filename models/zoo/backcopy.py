@@ -175,12 +175,21 @@ class Backcopy:
 
 
 def excess(model: Decoder, made: BackcopySequences) -> dict[str, float]:
-    """Loss above the best possible one, in nats: mean KL(truth || model) after triggers, elsewhere.
-
-    After a trigger the truth is one token, and this is the loss itself.
-    """
+    """The model's loss above the best possible one; see `excess_of`."""
     with torch.no_grad():
-        log_probs = model(made.tokens)[:, :-1].double().log_softmax(-1)
+        return excess_of(model(made.tokens), made)
+
+
+def excess_of(
+    logits: Float[Tensor, "batch pos d_vocab"], made: BackcopySequences
+) -> dict[str, float]:
+    """Loss above the best possible one, in nats: mean KL(truth || softmax), by place.
+
+    `at_triggers` the truth is one token, and this is the loss itself; `elsewhere` it is a row of
+    the table, and this is the loss less the row's entropy. The last position, whose next token is
+    not there, is left out.
+    """
+    log_probs = logits[:, :-1].double().log_softmax(-1)
     truth = made.truth[:, :-1]
     lost = (torch.special.xlogy(truth, truth) - truth * log_probs).sum(-1)
     trigger = made.trigger[:, :-1]

@@ -137,7 +137,7 @@ def questions(
     return Questions(tokens, values[row, needle], needle, keys[:, n_pairs:], values[:, n_pairs:])
 
 
-def segments(tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+def segments(tokens: Tensor) -> Int[Tensor, "batch pos"]:
     """The segment of each position, as an index into `SEGMENTS`; -1 for BOS.
 
     The data segment begins with its `<data>`, the instruction segment with the first `<inst>`.

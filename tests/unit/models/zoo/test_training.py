@@ -9,6 +9,7 @@ import torch
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ConfigError
 from headstream.models.zoo import training
+from headstream.models.zoo.recipe import Bar
 from headstream.models.zoo.recipes import RECIPES, find_recipe
 from headstream.models.zoo.training import train
 
@@ -119,3 +120,31 @@ def test_an_unknown_recipe_lists_them_and_the_nearest() -> None:
 def test_steps_are_checked(steps: int) -> None:
     with pytest.raises(ConfigError, match="steps must be a whole number >= 1, got"):
         train(NAME, steps=steps)
+
+
+def test_a_bar_says_whether_it_is_met() -> None:
+    made = {"loss": {"worst": 0.5}}
+    assert Bar(of="loss.worst", below=0.6).held_to(made) == {
+        "figure": "loss.worst",
+        "value": 0.5,
+        "below": 0.6,
+        "met": True,
+    }
+    assert not Bar(of="loss.worst", below=0.5).held_to(made)["met"]
+    assert Bar(of="loss.worst", above=0.0).held_to(made)["met"]
+    assert not Bar(of="loss.worst", above=0.5).held_to(made)["met"]
+    with pytest.raises(ConfigError, match=r"the card has no figure 'loss\.best' to hold"):
+        Bar(of="loss.best", below=1.0).held_to(made)
+    with pytest.raises(ConfigError, match="either below or above something, got below=None and"):
+        Bar(of="loss.worst")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_bars_and_a_vocabulary_of_its_size(name: str) -> None:
+    recipe = RECIPES[name]
+    assert recipe.bars
+    assert len(recipe.data.words()) == recipe.config.d_vocab
+    drawn = recipe.data.draw(2, recipe.length, torch.Generator().manual_seed(0))
+    assert drawn.tokens.shape == drawn.counted.shape == (2, recipe.length)
+    assert drawn.counted.any()
+    assert not drawn.counted[:, 0].any()
