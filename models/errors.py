@@ -9,6 +9,7 @@
     |-- StoreError       a checkpoint that is missing, damaged or does not fit its configuration
     |-- ExactnessError   an identity that should hold to rounding and did not
     |-- TaskError        clean/corrupted pairs, answers or metrics that cannot carry an analysis
+    |-- SweepError       a long sweep that cannot go on: its workers, its resume folder, its disk
     |-- ResultError      a saved result or report that cannot be read
 
 Each message says what was given and what was expected; `hint` says what to do. A traceback of
@@ -60,6 +61,10 @@ class ExactnessError(HeadstreamError, ArithmeticError):
 
 class TaskError(HeadstreamError, ValueError):
     """Clean/corrupted pairs, answers or metrics that cannot carry an analysis."""
+
+
+class SweepError(HeadstreamError, RuntimeError):
+    """A long sweep that cannot go on: its workers, its resume folder, its disk."""
 
 
 class ResultError(HeadstreamError, ValueError):

@@ -50,6 +50,16 @@ class Metric:
     compute: Compute
 
 
+@dataclass(frozen=True)
+class GivenFunction:
+    """A user's `(logits, task) -> [example]` as what a `Metric` computes; pickles if that does."""
+
+    function: Callable[[Tensor, Any], Any]
+
+    def __call__(self, logits: Tensor, task: Any, clean: Tensor) -> Any:
+        return self.function(logits, task)
+
+
 def logit_difference(logits: Logits, task: Task, clean: Logits) -> Float[Tensor, " example"]:
     """logit(answer) - logit(wrong)."""
     return _at(logits, task.answer) - _at(logits, task.wrong)
@@ -130,14 +140,10 @@ def find_metric(metric: Any) -> Metric:
             f"got {type(metric).__name__}",
             hint="a function takes (logits [example, d_vocab], task) and returns [example]",
         )
-    function = metric
-    name = str(getattr(function, "__name__", type(function).__name__))
-
-    def compute(logits: Tensor, task: Any, clean: Tensor) -> Any:
-        return function(logits, task)
-
-    words = (getattr(function, "__doc__", None) or "given as a function").strip().splitlines()[0]
-    return Metric(name, words, "metric units", f"the clean value of {name}", False, compute)
+    name = str(getattr(metric, "__name__", type(metric).__name__))
+    words = (getattr(metric, "__doc__", None) or "given as a function").strip().splitlines()[0]
+    noun = f"the clean value of {name}"
+    return Metric(name, words, "metric units", noun, False, GivenFunction(metric))
 
 
 def second_metric(metric: Metric, task: Task) -> Metric:

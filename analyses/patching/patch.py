@@ -3,7 +3,7 @@
 1. run clean and corrupted, and measure both
 2. sweep the grid: the site's values from the pair (or zero, mean, resampled) into the other run
 3. sweep it twice more as controls: with a run's own values, with an unrelated pair's
-   (the work of all three in fixed blocks, `sweep_plan`; an engine runs them, `engines`)
+   (the work of all three in fixed blocks, `sweep_plan`; `sweep` has an engine run them)
 4. infer (`inference`), label (`conclusions`), and hand back a `PatchingResult`
 """
 
@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from headstream.analyses.patching import inference
 from headstream.analyses.patching.conclusions import (
@@ -24,12 +23,13 @@ from headstream.analyses.patching.conclusions import (
     random_sites_95,
     warnings_of,
 )
-from headstream.analyses.patching.engines import Engine, open_sweep
+from headstream.analyses.patching.engines import Engine
 from headstream.analyses.patching.labelled import describe_gap, labelled
 from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.rows import check_seed
-from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
+from headstream.analyses.patching.sweep import run_sweep
+from headstream.analyses.patching.sweep_plan import SweepPlan
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
@@ -56,6 +56,8 @@ def patch(
     positions: Any = None,
     seed: Any = 0,
     n_flips: int = 5000,
+    executor: Any = None,
+    resume: Any = None,
     progress: bool = True,
     backend: str | None = None,
 ) -> PatchingResult:
@@ -93,6 +95,14 @@ def patch(
             of them) or a list of edges `(query, key)`, each end a position or a role.
         seed: in [0, 2**63), of sign flips, resamples and of which pairs are unrelated.
         n_flips: sign patterns; all of them if there are no more than this.
+        executor: a `concurrent.futures.Executor` that runs the sweep's blocks: a pool of spawned
+            processes, Dask's `Client.get_executor()`, any other. Workers compute with one thread
+            each and read model and prompts from a folder: `resume`, which must then lie on a disk
+            that all of them see, or a temporary one of this machine. Any executor, split or order
+            gives the same numbers to the bit, on one kind of machine.
+        resume: a folder that keeps every finished block. After a kill, a crash or a full disk the
+            same call goes on from there, with nothing lost or repeated; a folder of another model,
+            task or version is refused. It keeps the number of threads it was begun with.
         progress: show a bar on stderr, if that is a terminal.
         backend: of every run; None is the model's own.
     Returns:
@@ -100,7 +110,9 @@ def patch(
     Raises:
         TaskError: on an argument that does not fit, or if clean and corrupted give the same metric.
         TokenError, ShapeError: on tokens that do not fit the model.
-        HookError: with `engine="suffix"`, if hooks or edits are on the model.
+        HookError: with `engine="suffix"`, `executor` or `resume`, if hooks or edits are on the
+            model.
+        SweepError: if a worker dies, the disk is full, or `resume` belongs to another sweep.
     Source:
         Heimersheim & Nanda 2024 (arXiv 2404.15255); Zhang & Nanda 2023 (arXiv 2309.16042). We
         correct for the whole grid and average before dividing.
@@ -127,33 +139,35 @@ def patch(
         seed=seed,
         backend=backend,
     )
-    return _patch(model, plan, engine, n_flips, progress)
+    return _patch(model, plan, engine, n_flips, executor=executor, resume=resume, progress=progress)
 
 
 def _patch(
-    model: Decoder, plan: SweepPlan, engine: str, n_flips: int, progress: bool
+    model: Decoder,
+    plan: SweepPlan,
+    engine: str,
+    n_flips: int,
+    *,
+    executor: Any,
+    resume: Any,
+    progress: bool,
 ) -> PatchingResult:
     task, seed, backend = plan.task, plan.seed, plan.backend
     grid, n = plan.grid(model.config), len(task)
-    sweep = open_sweep(model, plan, engine)
-    clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
-    rounding = 4 * torch.finfo(model.dtype).eps * float(np.abs([clean, corrupted]).max())
-    _check_gap(task, clean, corrupted, rounding)
 
-    work = blocks(plan, model.config)
-    passes = {
-        kind: np.full((len(plan.metrics), grid.size, n), np.nan)
-        for kind in dict.fromkeys(block.kind for block in work)
-    }
-    with tqdm(
-        total=len(passes) * grid.size,
-        desc=f"patch {grid.name}",
-        disable=None if progress else True,
-    ) as bar:
-        for block in work:
-            passes[block.kind][:, list(block.cells)] = sweep.run(block)
-            bar.update(len(block.cells))
-    swept = {kind: found.reshape(-1, *grid.shape, n) for kind, found in passes.items()}
+    eps = torch.finfo(model.dtype).eps
+    sweep = run_sweep(
+        model,
+        plan,
+        engine,
+        executor=executor,
+        resume=resume,
+        progress=progress,
+        check=lambda base: _check_gap(task, base["clean"][0], base["corrupted"][0], eps),
+    )
+    clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
+    rounding = _rounding(clean, corrupted, eps)
+    swept = {kind: found.reshape(-1, *grid.shape, n) for kind, found in sweep.passes.items()}
     found, own = swept["effects"], swept["self"][0]
     # Resampled values are the unrelated pair's.
     unrelated = swept.get("unrelated", found)[0]
@@ -257,8 +271,13 @@ def _check_fits(model: Decoder, task: Task) -> None:
         )
 
 
-def _check_gap(task: Task, clean: np.ndarray, corrupted: np.ndarray, rounding: float) -> None:
-    if float(np.abs(clean - corrupted).max()) <= rounding:
+def _rounding(clean: np.ndarray, corrupted: np.ndarray, eps: float) -> float:
+    """What a difference of the two runs' metrics is uncertain by."""
+    return 4 * eps * float(np.abs([clean, corrupted]).max())
+
+
+def _check_gap(task: Task, clean: np.ndarray, corrupted: np.ndarray, eps: float) -> None:
+    if float(np.abs(clean - corrupted).max()) <= _rounding(clean, corrupted, eps):
         raise TaskError(
             f"clean and corrupted give the same {task.metric.name} in every pair "
             f"(mean {clean.mean():.4g}): there is no gap to patch",

@@ -1,0 +1,280 @@
+"""All blocks of a plan: here or by any executor, with progress, kept in a folder if one is given.
+
+    describe     the sweep as values (`plan_values`), its hash, its folder (`sweep_store`)
+    read         blocks that are finished already
+    run          the others, in this process or by workers (`sweep_workers`); each is written as it
+                 comes
+    collect      effects by pass
+
+Blocks depend on nothing but model and plan, so what is put together is the same to the bit for any
+order, executor or interruption, on one kind of machine. The number of threads a process computes
+with changes the rounding: a sweep keeps the one it was begun with, which for workers is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, as_completed, wait
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from tqdm import tqdm
+
+from headstream.analyses.patching.engines import Sweep, open_sweep
+from headstream.analyses.patching.metrics import Metric
+from headstream.analyses.patching.plan_values import code_sha256, function_of, own_metric
+from headstream.analyses.patching.sweep_plan import Block, SweepPlan, blocks
+from headstream.analyses.patching.sweep_store import SweepStore, describe
+from headstream.analyses.patching.sweep_workers import Job, one_number_of_threads, run_blocks
+from headstream.models.decoder import Decoder
+from headstream.models.errors import HeadstreamError, HookError, SweepError, TaskError
+
+# A sweep is sent in at most about this many tasks: each costs an executor up to some 10 ms.
+_TASKS = 256
+# Seconds that tasks under way are waited for once another has failed.
+_PATIENCE = 60.0
+
+# What runs the blocks that are left: gives each with its effects, in any order.
+Found = Generator[tuple[Block, np.ndarray], None, None]
+Runner = Callable[[Sequence[Block]], Found]
+
+
+@dataclass(frozen=True, eq=False)
+class Swept:
+    """What a sweep found.
+
+    Attributes:
+        base: by run (`clean`, `corrupted`), its metrics `[metric, example]`.
+        passes: by kind of pass, effects `[metric, cell, example]`, NaN where nothing was patched.
+    """
+
+    base: dict[str, Float[np.ndarray, "metric example"]]
+    passes: dict[str, Float[np.ndarray, "metric cell example"]]
+
+
+def run_sweep(
+    model: Decoder,
+    plan: SweepPlan,
+    engine: str = "suffix",
+    *,
+    executor: Any = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    check: Callable[[dict[str, Float[np.ndarray, "metric example"]]], None] | None = None,
+) -> Swept:
+    """Run a plan.
+
+    Args:
+        executor: a `concurrent.futures.Executor` whose workers have headstream; None runs here.
+        resume: a folder that keeps finished blocks and gives them back.
+        progress: show a bar on stderr, if that is a terminal.
+        check: sees the unpatched runs' metrics before anything is swept, and may refuse them.
+    Raises:
+        SweepError: if a worker dies, the folder is another sweep's, or the disk is full. Finished
+            blocks stay in `resume`.
+        TaskError: if `executor` is none, or the task's metric cannot travel or be resumed.
+        HookError: if hooks or edits are on a model that must travel or be resumed.
+        TokenError, ShapeError, StoreError: on a plan or a model that does not fit.
+    """
+    _require_executor(executor)
+    if executor is not None or resume is not None:
+        _require_plain(model, "executor" if resume is None else "resume")
+    if resume is not None:
+        _require_known_code(plan.task.metric)
+    grid, work = plan.grid(model.config), blocks(plan, model.config)
+    n, metrics = len(plan.task), len(plan.metrics)
+    with ExitStack() as stack:
+        store = None
+        threads = 1 if executor is not None else torch.get_num_threads()
+        if resume is not None or executor is not None:
+            folder = resume
+            if folder is None:
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="headstream-", ignore_cleanup_errors=True)
+                )
+            store = SweepStore(folder, describe(model, plan, engine, work, threads))
+            begun = store.manifest["run"]["threads"]
+            if executor is not None and begun != 1:
+                raise SweepError(
+                    f"resume folder '{resume}' was begun in one process of {begun} threads, and "
+                    "workers have one: their rounding differs",
+                    hint="go on without an executor, or begin anew in another folder",
+                )
+            threads = begun
+        stack.enter_context(one_number_of_threads(threads))
+        opened = open_sweep(model, plan, engine)
+        if check is not None:
+            check(opened.base)
+        passes = {
+            kind: np.full((metrics, grid.size, n), np.nan)
+            for kind in dict.fromkeys(block.kind for block in work)
+        }
+        left = dict.fromkeys(work)
+        for block, effects in () if store is None else store.finished(work, (metrics, n)):
+            passes[block.kind][:, list(block.cells)] = effects
+            del left[block]
+        total = len(passes) * grid.size
+        base = opened.base
+        runner: Runner
+        if executor is None:
+            runner = _here(opened)
+        else:
+            assert store is not None
+            # Workers open it themselves: what was recorded here need not be held meanwhile.
+            del opened
+            store.save_model(model)
+            runner = _by(executor, _job(store, plan.task.metric))
+        with (
+            tqdm(
+                total=total,
+                initial=total - sum(len(block.cells) for block in left),
+                desc=f"patch {grid.name}",
+                disable=None if progress else True,
+            ) as bar,
+            _kept(store if resume is not None else None, len(work)),
+            closing(runner(tuple(left))) as found,
+        ):
+            for block, effects in found:
+                if store is not None and resume is not None:
+                    store.add(block, effects)
+                passes[block.kind][:, list(block.cells)] = effects
+                bar.update(len(block.cells))
+    return Swept(base, passes)
+
+
+def _here(opened: Sweep) -> Runner:
+    def run(left: Sequence[Block]) -> Found:
+        for block in left:
+            yield block, opened.run(block)
+
+    return run
+
+
+def _by(executor: Executor, job: Job) -> Runner:
+    def run(left: Sequence[Block]) -> Found:
+        each = max(1, -(-len(left) // _TASKS))
+        sent: dict[Any, Sequence[Block]] = {}
+        error: BaseException | None = None
+        try:
+            try:
+                for start in range(0, len(left), each):
+                    part = left[start : start + each]
+                    future = executor.submit(run_blocks, job, tuple(block.index for block in part))
+                    sent[future] = part
+            except Exception as refused:
+                error = refused
+            for future in as_completed(sent) if error is None else ():
+                error = _error_of(future)
+                if error is not None:
+                    break
+                yield from zip(sent.pop(future), future.result())
+            if error is None:
+                return
+            # What other workers have finished, or are about to, is not lost.
+            going = [future for future in sent if not future.cancel()]
+            for future in wait(going, timeout=_PATIENCE).done:
+                if _error_of(future) is None:
+                    yield from zip(sent[future], future.result())
+        finally:
+            for future in sent:
+                future.cancel()
+        raise _explained(error, job.metric) from error
+
+    return run
+
+
+def _error_of(future: Any) -> BaseException | None:
+    try:
+        error: BaseException | None = future.exception()
+    except CancelledError as cancelled:
+        return cancelled
+    return error
+
+
+class _Stopped(Exception):
+    """Work that stopped for a reason of the executor's, with a hint."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason)
+        self.hint = hint
+
+
+def _explained(error: BaseException, metric: Metric | None) -> BaseException:
+    """What an executor raised, in words where they are known; else as it is."""
+    if isinstance(error, HeadstreamError):
+        return error
+    # Pools of processes or threads; Dask, of a task whose workers died too often.
+    if isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker":
+        return _Stopped(
+            f"a worker died ({error})",
+            "workers end for want of memory (fewer of them need less), by a signal, or where a "
+            "script starts a pool outside `if __name__ == '__main__':`",
+        )
+    if metric is not None and "pickle" in f"{type(error).__name__} {error}".lower():
+        return TaskError(
+            f"metric {metric.name!r} cannot be sent to workers: {error}",
+            hint="make it a named function of a module that workers can import, not a lambda or "
+            "a function inside a function; or run without an executor",
+        )
+    if isinstance(error, CancelledError) or "after shutdown" in str(error):
+        return _Stopped("the executor was shut down", "")
+    return error
+
+
+@contextmanager
+def _kept(store: SweepStore | None, total: int) -> Iterator[None]:
+    """Say of whatever stops a sweep what of it is kept, and how it goes on."""
+    try:
+        yield
+    except HeadstreamError:
+        raise
+    except BaseException as error:
+        if store is None:
+            words = "what was finished is lost: resume=FOLDER keeps finished blocks"
+        else:
+            words = (
+                f"{store.count()} of {total} blocks are kept in '{store.folder}', and the same "
+                "call goes on from there"
+            )
+        if isinstance(error, _Stopped):
+            raise SweepError(f"{error}; {words}", hint=error.hint) from error.__cause__
+        error.add_note(words)
+        raise
+
+
+def _job(store: SweepStore, metric: Metric) -> Job:
+    folder = str(store.folder.resolve())
+    return Job(folder, store.sha256, None if own_metric(metric) else metric)
+
+
+def _require_executor(executor: Any) -> None:
+    if executor is None or isinstance(executor, Executor):
+        return
+    raise TaskError(
+        f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}",
+        hint="Dask gives one by Client.get_executor()",
+    )
+
+
+def _require_plain(model: Decoder, argument: str) -> None:
+    """A model that goes by its weights must be nothing but its weights."""
+    if model.hooks_active() or any(block.attn.edits for block in model.blocks):
+        raise HookError(
+            f"hooks or edits are on the model, and {argument}= knows a model by its weights alone",
+            hint=f"take them off, or run without {argument}",
+        )
+
+
+def _require_known_code(metric: Metric) -> None:
+    if not own_metric(metric) and code_sha256(function_of(metric)) is None:
+        raise TaskError(
+            f"resume cannot tell whether metric {metric.name!r} is still the same: its code alone "
+            "does not say what it computes",
+            hint="make it a plain function without default or outer values",
+        )
