@@ -82,7 +82,7 @@ def usual_scores(
 ) -> Float[Tensor, "layer head"]:
     """The test that a fixed distance passes: on `<bos> block block`, attention `block - 1` back.
 
-    Mean over the queries of the second block whose next token the first gives, its last excepted.
+    Mean over the queries of the second block.
     """
     made = repeated_blocks(
         _USUAL_ON, 2 * block + 1, n_content, generator=generator, block=(block, block)
