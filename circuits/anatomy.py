@@ -24,7 +24,6 @@ import xarray as xr
 from jaxtyping import Int
 from scipy import stats
 from torch import Tensor
-from transformer_lens.FactoredMatrix import FactoredMatrix
 
 from headstream.circuits.composing.composition import composition_scores
 from headstream.circuits.composing.strongest_pairs import strongest_compositions
@@ -395,8 +394,13 @@ def _singular(model: Decoder, layer: int, head: int, *, distance: int | None) ->
         "qk": qk_circuit(model, layer, head, distance=distance, space="residual"),
         "ov": ov_circuit(model, layer, head, space="residual"),
     }
+    # The triangles of A and of B's transpose have the singular values of A B, at d_head's size.
     values = [
-        FactoredMatrix(circuit.A.double(), circuit.B.double()).S.cpu().numpy()
+        torch.linalg.svdvals(
+            torch.linalg.qr(circuit.A.double()).R @ torch.linalg.qr(circuit.B.double().mT).R.mT
+        )
+        .cpu()
+        .numpy()
         for circuit in circuits.values()
     ]
     return xr.DataArray(
