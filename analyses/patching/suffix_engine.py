@@ -44,7 +44,7 @@ from headstream.models.errors import HookError
 # stays in the cache. Measured on two cores, and not sharp.
 BAND_ROWS = 1024
 # How much further than the shortest suffix of a band its longest may reach, as a part of it.
-BAND_WASTE = 0.125
+BAND_WASTE = 0.2
 # What a run costs of which only one row is run, as a part of a row for each key of it.
 SHORT_SHARE = 8
 

@@ -23,6 +23,9 @@ from headstream.models.positions import RotaryTables, rotary_tables, rotate
 # Up to this many edges, the mask of a suffix is written out: 1 MB of booleans.
 MASK_ENTRIES = 2**20
 
+# Rows that go through an MLP together.
+MLP_ROWS = 256
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -111,7 +114,12 @@ class Layer:
 
     def after(self, mid: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "run pos d_model"]:
         """The layer's output from the stream after its attention."""
-        return self.written(mid, self.neurons(mid)) if self.block.has_mlp else mid
+        if not self.block.has_mlp:
+            return mid
+        # A few rows at a time, so that their neurons stay in the cache between the two products.
+        rows = mid.reshape(-1, 1, mid.shape[-1])
+        parts = [self.written(part, self.neurons(part)) for part in rows.split(MLP_ROWS)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(mid)
 
     def neurons(self, mid: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "run pos d_mlp"]:
         """The MLP's neurons after the activation."""
