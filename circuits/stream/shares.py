@@ -89,8 +89,7 @@ class ShareReader:
         parts += [value.expand_as(like) for value in constants.values()]
         values = torch.cat(parts)
         through = self._size / self.scale @ self._gain(letter, head).abs()
-        for value in constants.values():
-            through = through + value.abs()
+        through = through + self._constants_size(letter, head)
         # Rounded twice on the way: the stream, and the product with W.
         rounded = 2 * rounding(self._config, self._dtype, self._config.d_model)
         bound = float(through.max()) * rounded
@@ -105,14 +104,28 @@ class ShareReader:
     def _constants(self, letter: str, head: int) -> dict[str, Tensor]:
         """What does not come from the stream: shift, shortformer vectors, bias."""
         weight = self._weight(letter, head)
-        found: dict[str, Tensor] = {}
-        if isinstance(self._norm, LayerNorm):
-            found["ln1.b"] = self._norm.b.detach().double() @ weight
-        if self._shortformer is not None and letter != "v":
-            found["shortformer_pos"] = self._shortformer.double() @ weight
+        found = {name: row @ weight for name, row in self._added(letter).items()}
         bias: Tensor | None = getattr(self._attn, f"b_{letter.upper()}")
         if bias is not None:
             found[f"b_{letter.upper()}"] = bias[head].detach().double()
+        return found
+
+    def _constants_size(self, letter: str, head: int) -> Tensor:
+        """The sum of the moduli of all products that the constants are made of."""
+        weight = self._weight(letter, head).abs()
+        bias: Tensor | None = getattr(self._attn, f"b_{letter.upper()}")
+        size = weight.new_zeros(weight.shape[1]) if bias is None else bias[head].detach().abs()
+        for row in self._added(letter).values():
+            size = size + row.abs() @ weight
+        return size
+
+    def _added(self, letter: str) -> dict[str, Tensor]:
+        """What is added to the normalised stream before W."""
+        found: dict[str, Tensor] = {}
+        if isinstance(self._norm, LayerNorm):
+            found["ln1.b"] = self._norm.b.detach().double()
+        if self._shortformer is not None and letter != "v":
+            found["shortformer_pos"] = self._shortformer.double()
         return found
 
     def _gain(self, letter: str, head: int) -> Float[Tensor, "d_model d_head"]:

@@ -59,7 +59,7 @@ class WriteGroup(ABC):
         """The same writes at one position an example: `pos` becomes an axis of length 1."""
 
     def sums(self) -> tuple[Stream, Stream]:
-        """The sum of the writes in float64, and the sum of their absolute values."""
+        """The sum of the writes in float64, and of the moduli of all products they are made of."""
         values = self.form()
         return values.sum(0, dtype=torch.float64), values.abs().sum(0)
 
@@ -98,6 +98,11 @@ class HeadWrites(WriteGroup):
     ) -> Float[Tensor, "component example pos width"]:
         through = torch.einsum("hkd,edw->ehkw", self.W_O.value.double(), matrix.double())
         return torch.einsum("ephk,ehkw->hepw", self.z.double(), through)
+
+    def sums(self) -> tuple[Stream, Stream]:
+        # Not |write|: in an ill-conditioned basis of the head large products cancel within it.
+        z, out = _wide(self.z).abs(), _wide(self.W_O.value).abs()
+        return self.form().sum(0, dtype=torch.float64), z.flatten(2) @ out.flatten(0, 1)
 
     def at(self, rows: Index, place: Index) -> HeadWrites:
         return replace(self, z=self.z[rows, place][:, None])

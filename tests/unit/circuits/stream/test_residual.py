@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headstream.circuits.stream import decomposition, residual
 from headstream.circuits.stream.attribution import FROZEN, NO_NORM, OWN
+from headstream.circuits.stream.reads import residual_reads
 from headstream.circuits.stream.residual import decompose_residual
 from headstream.circuits.stream.writes import HeadWrites, PlainWrite
 from headstream.models.config import DecoderConfig
@@ -225,6 +226,26 @@ def test_an_error_of_the_size_of_rounding_is_no_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(residual, "write_groups", forgetful("L1bO", 1 + 2**-52))
     found = decompose_residual(decoder(**KINDS["everything"]), prompts())
     assert found.largest_error > 0
+
+
+def test_a_basis_in_which_a_head_cancels_is_no_inexact_sum() -> None:
+    """(W_V G)(G^-1 W_O) is the same head: its rounding is that of the products, not of the sum."""
+    model = decoder(**KINDS["everything"])
+    plain = decompose_residual(model, prompts()).logit_attribution(3)
+    draws = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, second = torch.linalg.qr(draws).Q
+    basis = first @ torch.diag(torch.tensor([1e4, 1.0, 1.0, 1e-4]).double()) @ second
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_V.copy_(block.attn.W_V @ basis)
+            assert block.attn.b_V is not None
+            block.attn.b_V.copy_(block.attn.b_V @ basis)
+            block.attn.W_O.copy_(torch.linalg.inv(basis) @ block.attn.W_O)
+    other = decompose_residual(model, prompts())
+    np.testing.assert_allclose(other.logit_attribution(3), plain, rtol=0, atol=1e-6)
+    # Reading what such heads wrote, too.
+    for head in range(4):
+        residual_reads(model, prompts(), 1, head)
 
 
 def test_not_a_number_is_no_sum() -> None:
