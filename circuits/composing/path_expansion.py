@@ -34,7 +34,7 @@ from headstream.circuits.composing.frozen_run import (
 )
 from headstream.circuits.composing.path_list import Heads, allowed_order, list_paths
 from headstream.circuits.qk_ov.head_factors import ReadingNorm, layer_norm
-from headstream.circuits.stream.attribution import TokenIds, readout_of, row_positions
+from headstream.circuits.stream.attribution import Readout, TokenIds, readout_of, row_positions
 from headstream.models.errors import ExactnessError
 from headstream.models.names import head_name
 
@@ -119,7 +119,9 @@ def expand_paths(
     constant = torch.stack([*constants.values()]) if constants else contribution.new_zeros(0, n)
     remainder = total - contribution.sum(0) - constant.sum(0)
     if order == config.n_layers:
-        _require_sum(model, remainder, torch.cat([part.size for part in parts]), size)
+        rounded = torch.cat([part.size for part in parts])
+        rounded = rounded + _read_size(readout, run, answer, wrong, place)
+        _require_sum(model, remainder, rounded, size)
     labels = [" -> ".join(head_name(*pair) for pair in heads) or "direct" for heads in paths]
     return xr.Dataset(
         {
@@ -162,7 +164,8 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Expansion:
-    """By path and by constant, [example]; `size` bounds what rounding is relative to."""
+    """By path and by constant, [example]; `size` bounds what rounding before the readout is
+    relative to."""
 
     paths: dict[Heads, Float[Tensor, " example"]]
     constants: dict[str, Float[Tensor, " example"]]
@@ -211,6 +214,9 @@ def _expand(
         # What is asked of z and of v: through W_O, and through the pattern.
         asked = torch.einsum("hkd,ped->phek", layer.out, directions[going])
         through = torch.einsum("pet,ehts->phes", weights[going], pattern)
+        values = _value_size(layer, run.streams[number][some], run.scales[number][some])
+        passed = torch.einsum("hkd,ped->phek", layer.out.abs(), directions[going].abs())
+        bound = bound + torch.einsum("phes,eshk,phek->e", through, values, passed)
         mass = through.sum(-1)
         if layer.value_bias is not None:
             reading = torch.einsum("phek,hk->phe", asked, layer.value_bias)
@@ -231,10 +237,50 @@ def _expand(
     return _Expansion(found, dict(reversed(constants.items())), bound)
 
 
+def _value_size(
+    layer: _Layer, stream: Float[Tensor, "example pos d_model"], scale: Float[Tensor, "example pos"]
+) -> Float[Tensor, "example pos head d_head"]:
+    """The moduli of all products that a value is made of, summed.
+
+    They may cancel in it, and then its rounding is larger than its size tells: biases and shifts
+    against each other, or the parts of a head in an ill-conditioned basis.
+    """
+    x = stream.double().abs()
+    if layer.norm.centred:
+        x = x + x.mean(-1, keepdim=True)
+    read = x / scale[..., None] * layer.norm.gain.abs() + layer.norm.shift.abs()
+    size = torch.einsum("esd,hdk->eshk", read, layer.value.abs())
+    return size if layer.value_bias is None else size + layer.value_bias.abs()
+
+
 def _size(weights: Tensor, stream: Tensor, directions: Tensor) -> Float[Tensor, " example"]:
     """Sum over paths of |weights| |x| |direction|: what rounding errors are relative to."""
     reach = torch.einsum("pet,et->pe", weights.abs(), stream.double().norm(dim=-1))
     return (reach * directions.norm(dim=-1)).sum(0)
+
+
+def _read_size(
+    readout: Readout, run: FrozenRun, answer: TokenIds, wrong: TokenIds | None, place: Tensor
+) -> Float[Tensor, " example"]:
+    """The moduli of all products that the logits are made of, summed: of either logit, since the
+    difference of two large ones is no better known than they are."""
+    rows = torch.arange(len(place), device=place.device)
+    x = run.streams[-1][rows, place].double().abs()
+    if readout.centred:
+        x = x + x.mean(-1, keepdim=True)
+    if run.final_scale is not None:
+        x = x / run.final_scale[rows, place].double()
+    if readout.gain is not None:
+        x = x * readout.gain.abs()
+    if readout.shift is not None:
+        x = x + readout.shift.abs()
+    size = torch.zeros(len(rows), dtype=torch.float64, device=place.device)
+    for ids in (answer,) if wrong is None else (answer, wrong):
+        chosen = torch.as_tensor(ids, device=place.device).expand(len(rows))
+        size = size + (x * readout.unembed.value[:, chosen].T.double().abs()).sum(-1)
+        if readout.bias is not None:
+            size = size + readout.bias.value[chosen].double().abs()
+    return size
 
 
 def _measured(

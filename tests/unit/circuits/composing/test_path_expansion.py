@@ -157,6 +157,35 @@ def test_the_bound_is_that_of_the_dtype(build: Build, tokens: Tensor, dtype: tor
     assert 0 < float(np.abs(found["remainder"]).max()) < 2e3 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("size", [50.0, 1e4])
+def test_large_biases_round_like_themselves(build: Build, tokens: Tensor, size: float) -> None:
+    """The logits are as exact as the largest terms in them, which a bias may be."""
+    for seed in range(3):
+        model = build({"attn_bias": True, "unembed_bias": True}, seed=seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.rsplit(".", 1)[-1].startswith("b"):
+                    parameter.mul_(size)
+        for wrong in (None, 5):
+            found = expand_paths(model, tokens, 3, wrong)
+            assert float(np.abs(found["remainder"]).max()) < 1e-11 * size
+
+
+def test_a_basis_in_which_a_head_cancels_is_no_inexact_sum(build: Build, tokens: Tensor) -> None:
+    """(W_V G)(G^-1 W_O) is the same head: its rounding is that of the products, not of the sum."""
+    model = build({})
+    plain = expand_paths(model, tokens, 3)
+    draws = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, second = torch.linalg.qr(draws).Q
+    basis = first @ torch.diag(torch.tensor([1e4, 1.0, 1.0, 1e-4]).double()) @ second
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_V.copy_(block.attn.W_V @ basis)
+            block.attn.W_O.copy_(torch.linalg.inv(basis) @ block.attn.W_O)
+    found = expand_paths(model, tokens, 3)
+    np.testing.assert_allclose(found["contribution"], plain["contribution"], rtol=0, atol=1e-6)
+
+
 def test_a_run_that_is_not_the_weights_is_noticed(
     build: Build, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
