@@ -178,7 +178,11 @@ class LayerRun:
         wide = torch.promote_types(self.v.dtype, torch.float32)
         narrow, exact = torch.finfo(self.v.dtype).eps, torch.finfo(wide).eps
         n, width = self.k.shape[1], self.k.shape[3]
-        size = self._through(self._values().abs(), matrix.abs()).max()
+        # z holds b_V whether or not it is split off, and is rounded with it.
+        moduli = self._values().abs()
+        if self.b_V is not None:
+            moduli = moduli + self.b_V.double().abs()
+        size = self._through(moduli, matrix.abs()).max()
         product = (
             abs(self.scale)
             * self.q.double().norm(dim=-1).max()

@@ -177,6 +177,20 @@ def test_in_the_models_own_precision(
     np.testing.assert_allclose(total, whole.sel(component=heads), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_large_value_bias_that_is_split_off_was_rounded_with_the_rest(
+    build: Any, tokens: Tensor, dtype: torch.dtype
+) -> None:
+    for seed in range(4):
+        model = build({"attn_bias": True, "norm": "none"}, dtype=dtype, seed=seed)
+        with torch.no_grad():
+            for block in model.blocks:
+                assert block.attn.b_V is not None
+                block.attn.b_V.mul_(100)
+        source_attribution(model, tokens, 3, pos=None, split_value_bias=True)
+        source_attribution(model, tokens, 3, split_value_bias=True)
+
+
 def test_wrong_weights_would_be_caught(
     model: Decoder, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
