@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, cast
 
 from headstream.analyses.evidence import Evidence
-from headstream.analyses.kinds import CircuitsResult
 from headstream.reports import formats
 from headstream.reports.blocks import (
     Block,
@@ -19,19 +14,20 @@ from headstream.reports.blocks import (
     Heading,
     Prose,
     Section,
-    Term,
-    Terms,
 )
-from headstream.reports.compositions import THROUGH, Compositions, composition_blocks
+from headstream.reports.compositions import Compositions, composition_blocks
+from headstream.reports.head_cards import (
+    MANY,
+    HeadCard,
+    bounds,
+    by_path,
+    card_blocks,
+    head_cards,
+    signed,
+)
 from headstream.reports.study import Item, Study
 from headstream.reports.tables import Cell, Column, Table, number_cell, table
-from headstream.reports.tokens import cut, segments
 
-# Heads beyond which the table is folded and only heads that stand out get a card.
-_MANY = 24
-# Strongest compositions whose heads then count as standing out.
-_STRONGEST = 10
-_LONGEST_TOKEN = 24
 _LAYER = re.compile(r"'blocks\.\d+\.\w+'")
 _LIMITS = (
     (
@@ -81,99 +77,23 @@ def circuits(study: Study) -> Section | None:
     )
 
 
-@dataclass(frozen=True)
-class _Head:
-    """One head's card with its numbers, and what stands out about it.
-
-    Attributes:
-        card: from the result's details.
-        at: its entries of the result's arrays, by name.
-        copies: whether it copies, by the rule of `CircuitsResult`.
-        through: the earlier head in whose writes it looks for its own token, if it does.
-        reads, read_by: (through, other head, score) of what stands out, the strongest first.
-    """
-
-    card: dict[str, Any]
-    at: dict[str, float]
-    copies: bool
-    through: str | None
-    reads: tuple[tuple[str, str, float], ...]
-    read_by: tuple[tuple[str, str, float], ...]
-
-    @property
-    def name(self) -> str:
-        return str(self.card["head"])
-
-    @property
-    def idle(self) -> bool:
-        """Whether its OV circuit is zero: whatever it looks at, it hands on nothing."""
-        return self.at["ov_rank"] == 0
-
-    @property
-    def looks_back(self) -> str | None:
-        """The distance that its scores prefer, in words."""
-        distance = self.at["distance"]
-        if not math.isfinite(distance):
-            return None
-        known = {0: "its own token", 1: "the token before"}
-        return known.get(int(distance), f"{distance:.0f} tokens back")
-
-    def gist(self) -> str:
-        """What stands out about it, in a few words."""
-        words = []
-        if self.through is not None:
-            words.append(f"looks for its own token in what {self.through} wrote")
-        if self.copies:
-            words.append("copies")
-        back = self.looks_back
-        if back is not None:
-            words.append(f"prefers {back}" if int(self.at["distance"]) < 2 else f"looks {back}")
-        readers = list(dict.fromkeys(name for _, name, _ in self.read_by))
-        if readers:
-            words.append(f"read by {formats.listing(readers, most=4)}")
-        return ", ".join(words) or "nothing stands out"
-
-
 def _one(item: Item) -> list[Block]:
     compositions = Compositions.of(item.details)
-    heads = _heads(item, compositions)
+    heads = head_cards(item, compositions)
     rows = _table(item, heads)
     whole: Block = rows
-    if rows.n_rows > _MANY:
+    if rows.n_rows > MANY:
         whole = Fold(f"All {rows.n_rows} heads as a table", (rows,))
     return [
         Prose(formats.summary(item.result.summary())),
         *composition_blocks(item, compositions),
         whole,
-        *_cards(item, heads),
+        *card_blocks(item, heads),
         *_left_out(item),
     ]
 
 
-def _heads(item: Item, compositions: Compositions) -> list[_Head]:
-    result = cast(CircuitsResult, item.result)
-    arrays = {
-        str(name): array.transpose("layer", "head").values.ravel().tolist()
-        for name, array in result.data.data_vars.items()
-    }
-    copiers, matching = set(result.copiers), result.matching
-    heads = []
-    for index, card in enumerate(result.details["cards"]):
-        name = str(card["head"])
-        heads.append(
-            _Head(
-                card=dict(card),
-                at={key: float(values[index]) for key, values in arrays.items()},
-                copies=name in copiers,
-                through=matching.get(name),
-                reads=compositions.read_by(name),
-                read_by=compositions.readers_of(name),
-            )
-        )
-    return heads
-
-
-def _table(item: Item, heads: Sequence[_Head]) -> Table:
+def _table(item: Item, heads: Sequence[HeadCard]) -> Table:
     details = item.details
     low, high = details["copying_random"]
     claimed = {
@@ -183,7 +103,10 @@ def _table(item: Item, heads: Sequence[_Head]) -> Table:
         for part in claim.id.split(".")
     }
     chance = formats.share(details["first_chance"])
-    behaviours = formats.finite(head.at["behaviour_chance"] for head in heads)
+    kept, compared = len(details["pairs"]), details["composition"]["compared"]
+    among = f" among the {kept} strongest" if kept < compared else ""
+    chances = formats.finite(head.at["behaviour_chance"] for head in heads)
+    ends = dict.fromkeys(formats.short(end(chances, default=0), sign=True) for end in (min, max))
     columns = (
         Column("head"),
         Column("evidence", "of claims"),
@@ -195,28 +118,27 @@ def _table(item: Item, heads: Sequence[_Head]) -> Table:
         Column("own first", f"chance {chance}", numeric=True),
         Column(
             "copies in runs",
-            f"chance {formats.short(min(behaviours), sign=True)}" if behaviours else "",
+            f"chance {' to '.join(ends)}" if chances else "",
             numeric=True,
         ),
         Column("prefers to look at", "score over its row's mean"),
         Column("own token through", f"share of tokens, chance {chance}"),
-        Column("reads", "what stands out"),
+        Column("reads", f"what stands out{among}"),
     )
     rows = []
     for head in heads:
         at = head.at
-        bounds = {"low": at["behaviour_low"], "high": at["behaviour_high"]}
         distance = at["distance"]
         through = [(str(name), float(share)) for name, share in head.card["through"][:1]]
         rows.append(
             (
                 Cell(head.name, code=True),
                 Cell(evidence=Evidence.MEASURED) if head.name in claimed else Cell("–"),
-                _signed(at["copying"]),
+                signed(at["copying"]),
                 Cell(formats.share(at["first"]), value=at["first"]) if not head.idle else Cell("–"),
                 Cell(
                     formats.short(at["behaviour"], sign=True),
-                    note=_bounds(**bounds),
+                    note=bounds(at["behaviour_low"], at["behaviour_high"]),
                     value=number_cell(at["behaviour"]).value,
                 ),
                 Cell("none stands out")
@@ -231,7 +153,7 @@ def _table(item: Item, heads: Sequence[_Head]) -> Table:
                     for name, share in through
                 ),
                 *([] if through else [Cell("–")]),
-                Cell(_by_path(head.reads, most=4) or "–"),
+                Cell(by_path(head.reads, most=4) or "–"),
             )
         )
     caption = (
@@ -241,163 +163,6 @@ def _table(item: Item, heads: Sequence[_Head]) -> Table:
         "that earlier head wrote is the token itself"
     )
     return table(caption, columns, rows)
-
-
-def _cards(item: Item, heads: Sequence[_Head]) -> list[Block]:
-    idle = [head.name for head in heads if head.idle]
-    working = [head for head in heads if not head.idle]
-    chosen = _chosen(working, item)
-    blocks: list[Block] = [Heading("Each head by itself", f"{item.anchor}-cards")]
-    if len(chosen) < len(working):
-        blocks.append(
-            Prose(
-                f"Cards of the {len(chosen)} heads that stand out most of {len(working)}: they "
-                "copy, look for their own token in what another head wrote, or take part in one "
-                f"of the {_STRONGEST} strongest compositions. The others are in the table."
-            )
-        )
-    blocks += [_card(item, head) for head in chosen]
-    if idle:
-        verb = "hands" if len(idle) == 1 else "hand"
-        blocks.append(
-            Prose(
-                f"Idle: {formats.listing(idle, most=12)} {verb} on nothing, whatever "
-                f"{'it looks' if len(idle) == 1 else 'they look'} at (OV is zero)."
-            )
-        )
-    return blocks
-
-
-def _chosen(heads: Sequence[_Head], item: Item) -> list[_Head]:
-    """Heads that get a card: all of a small model, else those that stand out most."""
-    if len(heads) <= _MANY:
-        return list(heads)
-    strongest = Compositions.of(item.details).standing_out()[:_STRONGEST]
-    named = {name for pair in strongest for name in (pair.earlier, pair.later)}
-    standing = [h for h in heads if h.through is not None or h.copies or h.name in named]
-
-    def rank(head: _Head) -> tuple[float, bool, float]:
-        share = float(head.card["through"][0][1]) if head.through is not None else 0.0
-        best = max((score for _, _, score in (*head.reads, *head.read_by)), default=0.0)
-        return (-share, not head.copies, -best)
-
-    kept = {head.name for head in sorted(standing, key=rank)[:_MANY]}
-    return [head for head in heads if head.name in kept]
-
-
-def _card(item: Item, head: _Head) -> Fold:
-    details, at, card = item.details, head.at, head.card
-    low, high = details["copying_random"]
-    chance = formats.share(details["first_chance"])
-    terms = []
-    if card["through"]:
-        shares = [f"{name} {formats.share(share)}" for name, share in card["through"]]
-        terms.append(
-            Term(
-                "Looks for its own token",
-                "the best match for it, of all tokens that an earlier head may have noted about a "
-                f"key, is the token itself: {formats.listing(shares)} of tokens (chance {chance})",
-            )
-        )
-    back = head.looks_back
-    terms.append(
-        Term(
-            "Prefers to look at",
-            f"no distance stands out (n\u00a0=\u00a0{details['n']})"
-            if back is None
-            else f"{back}: the score there is {formats.short(at['distance_excess'], sign=True)} "
-            f"over the mean of its row (n\u00a0=\u00a0{details['n']})",
-        )
-    )
-    terms.append(
-        Term("Scores come from", formats.minus(str(card["scores_from"]).replace(" x ", " × ")))
-    )
-    for word, partners in (("Reads", head.reads), ("Is read by", head.read_by)):
-        if partners:
-            terms.append(Term(word, _by_path(partners, most=6, scores=True)))
-    eigen = formats.short(at["copying"], sign=True)
-    random = f"{formats.short(low, sign=True)} to {formats.short(high, sign=True)}"
-    runs = (
-        f"{formats.short(at['behaviour'], sign=True)} "
-        f"{_bounds(at['behaviour_low'], at['behaviour_high'])} in runs, "
-        f"chance {formats.short(at['behaviour_chance'], sign=True)}"
-        if math.isfinite(at["behaviour"])
-        else "no token is raised in runs"
-    )
-    terms.append(
-        Term(
-            "Copies",
-            f"eigenvalues {eigen} (random heads {random}); {formats.share(at['first'])} of tokens "
-            f"raise themselves most (chance {chance}); {runs}",
-        )
-    )
-    width = int(details["d_head"])
-    terms.append(
-        Term(
-            "Directions in use",
-            f"{at['qk_rank']:.0f} of {width} hold 90% of QK, {at['ov_rank']:.0f} of {width} of OV",
-        )
-    )
-    return Fold(f"{head.name}: {head.gist()}", (Terms(tuple(terms)), *_pairs(head)))
-
-
-def _pairs(head: _Head) -> list[Table]:
-    """The strongest token pairs of QK and, beside them, of OV; nothing where both are zero."""
-    card = head.card
-    matches, moves = (
-        [pair for pair in card[half] if float(pair[2]) != 0] for half in ("matches", "moves")
-    )
-    if not matches and not moves:
-        return []
-    lag = card.get("qk_distance")
-    columns = (
-        Column("QK: this token"),
-        Column("matches this one", "" if lag is None else f"{lag} tokens back"),
-        Column("score", "before scaling", numeric=True),
-        Column("OV: this token"),
-        Column("raises this one"),
-        Column("by", "logits", numeric=True),
-    )
-    rows = [
-        [*_pair_cells(match), *_pair_cells(move)]
-        for match, move in zip_longest(matches, moves, fillvalue=None)
-    ]
-    caption = f"{head.name}: the strongest token pairs of each half"
-    if head.reads:
-        caption += ", by their own embeddings: what earlier heads wrote about them is not in it"
-    return [table(caption, columns, rows, sortable=False)]
-
-
-def _pair_cells(pair: Sequence[Any] | None) -> list[Cell]:
-    if pair is None:
-        return [Cell("–"), Cell("–"), Cell("–")]
-    return [*(_token(str(token)) for token in pair[:2]), _signed(float(pair[2]))]
-
-
-def _token(text: str) -> Cell:
-    return Cell(tokens=tuple(segments(cut(text, _LONGEST_TOKEN))))
-
-
-def _signed(value: float) -> Cell:
-    return Cell(formats.short(value, sign=True), value=number_cell(value).value)
-
-
-def _bounds(low: float, high: float) -> str:
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return ""
-    return f"[{formats.short(low, sign=True)}, {formats.short(high, sign=True)}]"
-
-
-def _by_path(partners: Sequence[tuple[str, str, float]], *, most: int, scores: bool = False) -> str:
-    """Partners grouped by what they are read through: "keys: L0H0, L0H3"."""
-    groups: dict[str, list[str]] = {}
-    for through, name, score in partners:
-        words = f"{name} {formats.number(score)}" if scores else name
-        groups.setdefault(through, []).append(words)
-    return "; ".join(
-        f"{THROUGH.get(through, through)}: {formats.listing(names, most=most)}"
-        for through, names in groups.items()
-    )
 
 
 def _left_out(item: Item) -> list[Block]:

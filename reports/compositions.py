@@ -120,7 +120,8 @@ def _map(
     known = {(pair.later, pair.through, pair.earlier): pair.score for pair in compositions.pairs}
     scores = [[known.get((*row, name), math.nan) for name in columns] for row in rows]
     excess = [[score - chance for score in row] for row in scores]
-    limit = symmetric_limit([excess])
+    # A score of 0 is on the scale too: noise about chance must not look like a finding.
+    limit = max(chance, symmetric_limit([excess]))
     cells = [(r, c) for r in range(len(rows)) for c in range(len(columns))]
     drawn = [(r, c) for r, c in cells if math.isfinite(scores[r][c])]
     drawing = heatmap(
@@ -159,12 +160,8 @@ def _map(
         if compositions.out
         else f"None of {compositions.compared} stands out; the largest: "
     )
-    hidden = []
-    if len(drawn) < compositions.compared:
-        hidden.append(
-            f"{compositions.compared - len(drawn)} of {compositions.compared} compositions, "
-            "weaker than those shown in their rows or columns"
-        )
+    missing = compositions.compared - len(drawn)
+    none = "none of the strongest, or no pair" if missing else "no pair"
     return Figure(
         id=f"figure-{item.anchor}",
         name="Who reads whom",
@@ -175,8 +172,13 @@ def _map(
         f"comes from what an earlier one (column) writes: the composition score over chance, "
         f"{formats.number(chance)}, by weights alone. Stroke: not above {formats.number(bar)}, "
         f"which the largest of {compositions.compared} random pairs stays under in 95% of models. "
-        + ("Grey: no score. " if len(drawn) < len(cells) else "")
-        + (f"Not shown: {'; '.join(hidden)}." if hidden else "Nothing is hidden."),
+        + (f"Grey: {none}. " if len(drawn) < len(cells) else "")
+        + (
+            f"Not shown: {missing} of {compositions.compared}; the rows and columns with the "
+            "strongest are."
+            if missing
+            else "Nothing is hidden."
+        ),
         spec=drawing.spec,
         height=drawing.height,
         width=drawing.width,

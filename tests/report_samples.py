@@ -417,6 +417,7 @@ def circuits(
         (found,) = [pair for pair in pairs if pair[:3] == ["K", "L0H1", finder]]
         found[3] = 0.3
     pairs.sort(key=lambda pair: -pair[3])
+    compared, pairs = len(pairs), pairs[:500]
     best = [[tokens[i], tokens[i + 1], 2.5 / (i + 1)] for i in (0, 2, 4)]
     cards = [
         {
@@ -440,7 +441,7 @@ def circuits(
                 "behaviour": (at, behaviour),
                 "behaviour_low": (at, behaviour - 0.02),
                 "behaviour_high": (at, behaviour + 0.02),
-                "behaviour_chance": (at, np.full(site, -0.9)),
+                "behaviour_chance": (at, np.where(np.arange(n_heads) == 1, -0.91, -0.9) + 0 * rank),
                 "qk_rank": (at, rank),
                 "ov_rank": (at, rank),
                 "distance": (at, distance),
@@ -478,7 +479,7 @@ def circuits(
             "composition": {
                 "chance": 0.12 if pairs else None,
                 "bar": 0.2 if pairs else None,
-                "compared": len(pairs),
+                "compared": compared,
                 "out": int(bool(pairs)),
             },
             "pairs": pairs,

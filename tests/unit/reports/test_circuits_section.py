@@ -73,6 +73,14 @@ def test_the_map_shows_the_excess_over_chance_and_strikes_the_rest(samples) -> N
     assert "not above 0.200" in chart.caption
 
 
+def test_noise_about_chance_stays_pale(samples) -> None:
+    result = samples.circuits()
+    result.details["pairs"][0][3] = 0.125
+    (chart,) = blocks_of(circuits(study(result)), Figure)
+    assert chart.spec["data"][0]["zmax"] == 0.12
+    assert chart.spec["data"][0]["z"][7][0] == pytest.approx(0.005)
+
+
 def test_the_maps_numbers_stand_in_a_table(samples) -> None:
     section = circuits(study(samples.circuits()))
     (fold,) = [f for f in blocks_of(section, Fold) if f.summary == "The same numbers as a table"]
@@ -87,7 +95,7 @@ def test_the_table_has_every_number_beside_its_chance(samples) -> None:
     notes = {column.heading: column.note for column in table.columns}
     assert notes["copies"] == "random −0.25 to +0.20"
     assert notes["own first"] == "chance 2%"
-    assert notes["copies in runs"] == "chance −0.90"
+    assert notes["copies in runs"] == "chance −0.91 to −0.90"
     rows = {row[0].text: row for row in table.groups[0].rows}
     finder = rows["L1H2"]
     assert finder[1].evidence is Evidence.MEASURED
@@ -140,7 +148,10 @@ def test_many_heads_fold_the_table_and_only_those_that_stand_out_get_a_card(samp
     assert "Cards of the 2 heads that stand out most of 143" in prose(section)
     (chart,) = blocks_of(section, Figure)
     assert len(chart.spec["data"][0]["z"]) <= 24
-    assert "compositions, weaker than those shown" in chart.caption
+    assert "Not shown: 27852 of 28116; the rows and columns with" in chart.caption
+    assert chart.spec["data"][0]["zmax"] == pytest.approx(0.18)
+    (fold,) = [f for f in blocks_of(section, Fold) if f.summary == "All 144 heads as a table"]
+    assert fold.blocks[0].columns[-1].note == "what stands out among the 500 strongest"
 
 
 def test_one_layer_has_no_map_and_says_why(samples) -> None:
