@@ -162,7 +162,8 @@ class SinksResult(Result):
         mass, details = self.data["sink_mass"], self.details
         n, resting = details["n"], self.resting
         if not resting:
-            top = np.unravel_index(int(np.nanargmax(mass.values)), mass.shape)
+            # A mass that is no number is no mass: -1 stands below all of them.
+            top = np.unravel_index(int(np.nan_to_num(mass.values, nan=-1.0).argmax()), mass.shape)
             name = head_name(int(top[0]), int(top[1]))
             words = (
                 f"no head of {mass.size} rests on the first token: the largest mass is "
@@ -183,5 +184,10 @@ class SinksResult(Result):
             if moved
             else "no cut of a head moves the loss"
         )
-        rate = f"sink rate {details['rate']:.1f}% at eps = {details['eps']:g}, T = {details['T']}"
+        at = f"at eps = {details['eps']:g}, T = {details['T']}"
+        rate = (
+            f"no sink rate {at}"
+            if details["rate"] is None
+            else f"sink rate {details['rate']:.1f}% {at}"
+        )
         return f"{words}; {rate}; {cut} (n = {n})"

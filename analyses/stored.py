@@ -32,6 +32,7 @@ _KINDS = {
     "heads": "headstream.analyses.kinds:HeadsResult",
     "decomposition": "headstream.analyses.kinds:DecompositionResult",
     "audit": "headstream.analyses.kinds:AuditResult",
+    "paths": "headstream.analyses.patching.path_result:PathResult",
     "circuits": "headstream.analyses.kinds:CircuitsResult",
     "sinks": "headstream.analyses.kinds:SinksResult",
 }
@@ -43,6 +44,16 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
         "site": str,
         "positions": str,
         "direction": str,
+        "metric": dict,
+        "gap": dict,
+        "family": int,
+        "self_patch_max": (int, float),
+        "self_patch_bound": (int, float),
+        "normalized_refused": (str, type(None)),
+    },
+    "paths": {
+        "direction": str,
+        "freeze_mlps": bool,
         "metric": dict,
         "gap": dict,
         "family": int,
@@ -67,7 +78,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
         "n": int,
         "eps": (int, float),
         "T": int,
-        "rate": (int, float),
+        "rate": (int, float, type(None)),
         "margin": (int, float),
     },
 }
@@ -76,6 +87,10 @@ _ARRAYS = {
     "patching": (
         *("effects", "mean", "low", "high", "normalized", "normalized_low", "normalized_high"),
         *("p_value", "unrelated", "causal"),
+    ),
+    "paths": (
+        *("effects", "mean", "low", "high", "normalized", "normalized_low", "normalized_high"),
+        *("p_value", "unrelated", "causal", "total"),
     ),
     "heads": ("label",),
     "decomposition": ("mean", "total"),

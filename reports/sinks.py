@@ -136,12 +136,19 @@ def _map(item: Item) -> Figure:
         f"{head_name(int(top[0]), int(top[1]))}; chance is {formats.short(chance)}.",
         caption=f"Mean attention of later queries to the first token, n = {item.details['n']} "
         f"sequences. Frame: cutting it moves the loss (CAUSAL). Stroke: the interval reaches down "
-        f"to chance. Sink rate of all heads: {float(item.details['rate']):.1f}% at eps = "
-        f"{item.details['eps']:g}, T = {item.details['T']}.",
+        f"to chance. {_rate_in_words(item)} at eps = {item.details['eps']:g}, "
+        f"T = {item.details['T']}.",
         spec=drawing.spec,
         height=drawing.height,
         width=drawing.width,
     )
+
+
+def _rate_in_words(item: Item) -> str:
+    rate = item.details["rate"]
+    if rate is None:
+        return "No sink rate (see the notes)"
+    return f"Sink rate of all heads: {float(rate):.1f}%"
 
 
 def _table(item: Item) -> Table:

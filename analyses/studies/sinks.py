@@ -35,7 +35,8 @@ from headstream.circuits.first_token import cut_another, cut_first, first_token_
 from headstream.circuits.labels import LABEL_MARGIN
 from headstream.circuits.measuring.masses import SinkMass, SinkRate
 from headstream.circuits.measuring.measure import measure_attention
-from headstream.models.arguments import check_mask
+from headstream.circuits.qk_ov.copying import require_finite
+from headstream.models.arguments import check_count, check_mask, check_seed
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError
 from headstream.models.names import head_name
@@ -94,10 +95,12 @@ def sinks(
     Returns:
         `SinksResult`; CAUSAL is said by the one rule, the maximum being over heads and both cuts.
     Raises:
-        ShapeError: if a sequence has fewer than three real tokens, or `n`, `length` or `eps` are
-            out of range.
+        ShapeError: if a sequence has fewer than three real tokens, `n`, `length`, `seed` or `eps`
+            are out of range, `length` is given beside tokens, or a weight is NaN or infinite.
         TokenError: for tokens outside the vocabulary.
     """
+    check_seed(seed)
+    require_finite(model)
     inputs = _inputs(model, tokens, attention_mask, n, length, seed)
     real = inputs.real
     n = len(real)
@@ -166,6 +169,8 @@ def _inputs(
 ) -> _Inputs:
     config = model.config
     if tokens is not None:
+        if length is not None:
+            raise ShapeError(f"length={length!r} belongs to drawn sequences, and tokens were given")
         if isinstance(tokens, (str, list, tuple)):
             tokens = model.to_tokens(tokens)
         given = check_tokens(tokens, config.d_vocab).to(model.device)
@@ -175,8 +180,7 @@ def _inputs(
     else:
         if attention_mask is not None:
             raise ShapeError("attention_mask belongs to tokens, and none were given")
-        if n < 1:
-            raise ShapeError(f"n must be at least 1 sequence, got {n}")
+        n = check_count("n", n, of="sequences")
         found = _drawn(model, n, length, seed)
     fewest = int(found.real.sum(1).min())
     if fewest < 3:
@@ -198,7 +202,9 @@ def _drawn(model: Decoder, n: int, length: int | None, seed: int) -> _Inputs:
         mask = check_mask(task.attention_mask, len(clean), clean.shape[1], model.device)
         real = torch.ones_like(clean, dtype=torch.bool) if mask is None else mask
         return _Inputs(clean, real, "clean prompts of the model's task")
-    length = min(DEFAULT_LENGTH, config.n_ctx) if length is None else length
+    if length is None:
+        length = min(DEFAULT_LENGTH, config.n_ctx)
+    length = check_count("length", length, of="tokens")
     if not 3 <= length <= config.n_ctx:
         raise ShapeError(
             f"length={length} is out of range: at least 3 tokens, at most the "
@@ -232,6 +238,10 @@ def _measured(model: Decoder, inputs: _Inputs, eps: float) -> tuple[dict[str, An
     norms = first_token_norms(model, tokens, real)
     rates = found[rate.name].mean("example").transpose("layer", "head").values.astype(np.float64)
     site = ("layer", "head")
+    # Over few tokens the first has a large share of every column: uniform attention is "a sink".
+    told = not bool((found[f"chance_{rate.name}"] > 0).any())
+    if not told:
+        rates = np.full_like(rates, np.nan)
     arrays = {
         "sink_mass": (site, per_example.mean(-1)),
         "sink_mass_low": (site, low),
@@ -252,14 +262,19 @@ def _measured(model: Decoder, inputs: _Inputs, eps: float) -> tuple[dict[str, An
         if has_bos
         else "no BOS stands first: what is measured is whatever token comes first"
     )
-    if span < T:
+    if not told:
+        notes.append(
+            f"the sink rate does not apply: over {span} tokens uniform attention itself is above "
+            f"eps = {eps:g}"
+        )
+    elif span < T:
         notes.append(f"the sink rate is over T = {span} tokens, not the usual {T}")
     details = {
         "definitions": DEFINITIONS,
         "n": len(real),
         "eps": eps,
         "T": span,
-        "rate": 100 * float(rates.mean()),
+        "rate": 100 * float(rates.mean()) if told else None,
         "chance": float(found[f"chance_{mass.name}"].mean()),
         "margin": LABEL_MARGIN,
         "has_bos": has_bos,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,9 +137,46 @@ def test_bad_input() -> None:
         sinks(model, length=33)
     with pytest.raises(ShapeError, match="2 real tokens, and a sink and its control take at least"):
         sinks(model, tokens=torch.tensor([[0, 1]]))
-    with pytest.raises(ShapeError, match="n must be at least 1 sequence, got 0"):
+    with pytest.raises(ShapeError, match="n must be at least 1 sequences, got 0"):
         sinks(model, n=0)
     with pytest.raises(ShapeError, match="attention_mask belongs to tokens"):
         sinks(model, attention_mask=torch.ones(1, 4))
     with pytest.raises(TokenError):
         sinks(model, tokens=torch.tensor([[0, 1, 99]]))
+
+
+def test_over_few_tokens_there_is_no_sink_rate() -> None:
+    # Uniform attention has importance H_4 / 4 = 0.52 on the first of four tokens.
+    result = sinks(Decoder(CONFIG), n=6, length=4)
+    assert result.details["rate"] is None
+    assert np.isnan(result.data["sink_rate"]).all()
+    assert "no sink rate at eps = 0.3, T = 4" in result.summary()
+    assert any(
+        "over 4 tokens uniform attention itself is above eps = 0.3" in note
+        for note in result.details["notes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": True}, "n must be a whole number"),
+        ({"length": True}, "length must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        (
+            {"tokens": torch.zeros(2, 4, dtype=torch.int64), "length": 4},
+            "length=4 belongs to drawn sequences",
+        ),
+    ],
+)
+def test_numbers_are_checked_before_anything_runs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        sinks(Decoder(CONFIG), **options)
+
+
+def test_a_weight_that_is_no_number_is_named() -> None:
+    model = Decoder(CONFIG)
+    with torch.no_grad():
+        model.blocks[0].attn.W_V[0, 0, 0] = torch.nan
+    with pytest.raises(ShapeError, match="W_V"):
+        sinks(model, n=6, length=8)
