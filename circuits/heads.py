@@ -26,6 +26,7 @@ import xarray as xr
 from torch import Tensor
 
 from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
+from headstream.circuits.measuring.second_pass import check_finite
 from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import RepeatPair, draw_orders, make_pair, plan_repeats
 from headstream.circuits.statistics import (
@@ -176,7 +177,7 @@ def score_heads(
     Raises:
         TokenError, ShapeError: if no repeat fits the vocabulary or the context, or `distances`,
             `length`, `n` or `seed` are out of range, or a weight is NaN or infinite.
-        BackendError: with `backend="flash"`.
+        BackendError: with `backend="flash"`; if scores overflow (the layer is named).
     Source:
         Olsson et al. 2022 (prefix matching, on 25 random tokens four times over); distances and
         content control are ours: a head that attends a fixed distance back passes the usual test.
@@ -237,6 +238,8 @@ def _masses(
                 model, tokens[some].to(model.device), "blocks.*.attn.hook_pattern", backend=backend
             )
         patterns = [acts[f"blocks.{layer}.attn.hook_pattern"] for layer in range(config.n_layers)]
+        for layer, pattern in enumerate(patterns):
+            check_finite(pattern.sum(), layer)
         for name, keys in targets.items():
             masses = [target_mass(p.cpu().float(), keys[some]).double() for p in patterns]
             parts[name].append(torch.stack(masses, 1).numpy())

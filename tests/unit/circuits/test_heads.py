@@ -313,3 +313,12 @@ def test_a_model_with_nan_weights_is_not_scored() -> None:
         model.blocks[0].attn.W_Q[0, 0, 0] = float("inf")
     with pytest.raises(ShapeError, match=r"finite, but blocks.0.attn.W_Q holds"):
         score_heads(model)
+
+
+def test_scores_that_overflow_are_an_error_and_no_census() -> None:
+    model = constructed_induction()
+    with torch.no_grad():
+        model.blocks[1].attn.W_Q.mul_(1e20)
+        model.blocks[1].attn.W_K.mul_(1e20)
+    with pytest.raises(BackendError, match="attention scores of layer 1 are not finite"):
+        score_heads(model, n=2)
