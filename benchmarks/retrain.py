@@ -52,12 +52,12 @@ def make(name: str, seed: int | None, measure: bool = False) -> tuple[Decoder, b
     bars = model.card["bars"]
     same = model.weights_sha256() == SHIPPED.get(name)
     print(f"{name}, seed {model.card['recipe']['seed']}, {seconds:.0f} s of CPU:")
-    for bar in bars:
+    for figure, bar in bars.items():
         side = f"below {bar['below']}" if "below" in bar else f"above {bar['above']}"
-        print(f"  {bar['figure']} {bar['value']}, {side}: {'met' if bar['met'] else 'MISSED'}")
+        print(f"  {figure} {bar['value']}, {side}: {'met' if bar['met'] else 'MISSED'}")
     print(f"  circuit {model.card['circuit']}")
     print(f"  {'equal to' if same else 'other bits than'} the shipped weights")
-    return model, all(bar["met"] for bar in bars)
+    return model, all(bar["met"] for bar in bars.values())
 
 
 def measured(name: str) -> Decoder:

@@ -5,8 +5,8 @@
 The pairs stand in the data segment; each `<inst> k` of the instruction segment asks for one of
 them, the needle, and the others distract. Keys and values are disjoint sets and none recurs among
 the pairs, so the answer is the one value after the one copy of the key. Training sequences ask for
-every pair once, as far as there is room, and then again; only what is asked for the first time
-counts, since a second time it could be copied from the first answer.
+every pair once, as far as there is room, and then again; in the end only what is asked for the
+first time counts, since a second time it could be copied from the first answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from headstream.models.zoo.recipe import Drawn
 from headstream.models.zoo.sequences import BOS
 
 DATA, INST = 1, 2
-N_KEYS = 96
-N_VALUES = 96
+N_KEYS = 64
+N_VALUES = 64
 KEY_FROM = INST + 1
 VALUE_FROM = KEY_FROM + N_KEYS
 D_VOCAB = VALUE_FROM + N_VALUES
@@ -156,24 +156,28 @@ def segments(tokens: Tensor) -> Int[Tensor, "batch pos"]:
 
 @dataclass(frozen=True)
 class Recall:
-    """Recall as training data; what counts is every answer that was not given before.
+    """Recall as training data; what counts is answers.
 
     Attributes:
         pairs: smallest and largest number of pairs, both included.
+        every_answer: count answers that were given before as well. They are found by the same
+            circuit and are many, which helps it to appear; but they can be copied from the first
+            answer, so that the data segment may be forgotten after it.
         task_pairs: pairs of the task's prompts.
     """
 
     pairs: Span
+    every_answer: bool = False
     task_pairs: int = 12
 
     def draw(self, batch: int, length: int, generator: Generator) -> Drawn:
         """Sequences; answers count."""
         made = recall_sequences(batch, length, generator=generator, pairs=self.pairs)
-        return Drawn(made.tokens, made.counted)
+        return Drawn(made.tokens, made.needle >= 0 if self.every_answer else made.counted)
 
     def described(self) -> dict[str, Any]:
         """The number of pairs, as a card lists it."""
-        return {"pairs": list(self.pairs)}
+        return {"pairs": list(self.pairs), "every_answer": self.every_answer}
 
     def words(self) -> list[str]:
         """Markers, keys `k00 ..`, values `v00 ..`."""

@@ -21,7 +21,7 @@ from headstream.models.zoo.recall import (
 
 _ASKED = 512
 _CIRCUIT_ON = 128
-_NUMBERS = (2, 4, 8, 12, 16, 24, 29, 30, 40, 60, 80, 94)
+_NUMBERS = (2, 4, 8, 12, 16, 21, 22, 24, 28, 32, 40, 50, 62)
 _DEPTHS = 5
 
 Span = tuple[int, int]

@@ -78,7 +78,7 @@ class Bar:
             )
 
     def held_to(self, card: Mapping[str, Any]) -> dict[str, Any]:
-        """The bar, the card's figure, and whether it is met.
+        """The card's figure, the bar, and whether it is met.
 
         Raises:
             ConfigError: if the card has no such figure.
@@ -90,7 +90,7 @@ class Bar:
             value = value[key]
         met = value < self.below if self.below is not None else value > (self.above or 0.0)
         side = {"above": self.above} if self.below is None else {"below": self.below}
-        return {"figure": self.of, "value": value, **side, "met": bool(met)}
+        return {"value": value, **side, "met": bool(met)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def card_of(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
     """What is known of a model that this recipe made in `steps` steps, measured on new data."""
     facts = recipe.data.facts(model, recipe.seed + 2)
     card: dict[str, Any] = {"name": recipe.name, "purpose": recipe.purpose, **facts}
-    card["bars"] = [bar.held_to(card) for bar in recipe.bars]
+    card["bars"] = {bar.of: bar.held_to(card) for bar in recipe.bars}
     card["recipe"] = {
         "steps": steps,
         "of_steps": recipe.steps,

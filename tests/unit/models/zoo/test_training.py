@@ -125,7 +125,6 @@ def test_steps_are_checked(steps: int) -> None:
 def test_a_bar_says_whether_it_is_met() -> None:
     made = {"loss": {"worst": 0.5}}
     assert Bar(of="loss.worst", below=0.6).held_to(made) == {
-        "figure": "loss.worst",
         "value": 0.5,
         "below": 0.6,
         "met": True,
