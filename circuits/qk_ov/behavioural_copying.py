@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headstream.circuits.labels import percentile_interval
 from headstream.circuits.qk_ov.copying import require_finite
+from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError, TokenError
 from headstream.models.hooks import capture
@@ -62,6 +63,7 @@ def behavioural_copying_score(
     Raises:
         TokenError, ShapeError: if the vocabulary or the context hold fewer than 4 tokens, `n`,
             `length` or `seed` is out of range, or a weight is NaN or infinite.
+        HookError: if something edits the runs.
     Source:
         Olsson et al. 2022, appendix (25 random tokens once, mean logit subtracted, ReLU, ratio
         rescaled from [0, 1/2] to [-1, 1]). `copying_score` is the same question asked of the
@@ -73,7 +75,8 @@ def behavioural_copying_score(
     require_finite(model)
     generator = torch.Generator().manual_seed(seed)
     sample = _draw(config, n, length, generator).to(model.device)
-    parts = [_ratios(model, some) for some in sample.split(_BATCH)]
+    with undisturbed(model, "measure copying"):
+        parts = [_ratios(model, some) for some in sample.split(_BATCH)]
     own, other = (torch.cat([part[which] for part in parts], -1) for which in (0, 1))
     value = (4 * own - 1).cpu().numpy()
     site = ("layer", "head")

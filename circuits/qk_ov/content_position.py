@@ -62,9 +62,9 @@ def score_terms(
         positions all parts are turned: there is no position part, `score_frequencies` splits those.
     Raises:
         ShapeError: if layer or head is out of range, or the terms would take more than 8 GiB.
-        HookError: if attention of the layer is edited: its scores are not those of its inputs.
-        ExactnessError: if the terms do not sum to the score within the bound; an active hook that
-            edits the layer's q, k or scores does that.
+        HookError: if the run is edited: by a hook that changes an activation, by edges cut or a
+            pattern frozen, in this layer or before it.
+        ExactnessError: if the terms do not sum to the score within the bound.
     Note:
         The bound is what rounding in the model's dtype can do: its epsilon times
         2 (sqrt(d_model) + sqrt(d_head) + 4) times the largest sum of the moduli of all products.

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstream.circuits.qk_ov.weights import check_head
+from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_mask
-from headstream.models.errors import ExactnessError, HookError, ShapeError
+from headstream.models.errors import ExactnessError, ShapeError
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
 
@@ -93,7 +94,7 @@ def run_scores(
 
     Raises:
         ShapeError: for a head that does not exist, or terms over the limit of memory.
-        HookError: if attention of the layer is edited (edges cut or patterns held).
+        HookError: if something edits the run.
     """
     check_head(model.config, layer, head)
     if isinstance(tokens, Tensor) and tokens.ndim in (1, 2):
@@ -105,14 +106,8 @@ def run_scores(
                 f"the limit of {_LIMIT:,}",
                 hint="split fewer or shorter rows at a time",
             )
-    attn = model.blocks[layer].attn
-    if attn.edits:
-        raise HookError(
-            f"attention of layer {layer} is edited: its scores are not those of its inputs",
-            hint="split the scores outside the block",
-        )
     scores = f"blocks.{layer}.attn.hook_attn_scores"
-    with torch.no_grad():
+    with torch.no_grad(), undisturbed(model, "split the scores of a head"):
         _, acts = capture(
             model,
             tokens,
@@ -158,8 +153,7 @@ def checked_split(
         raise ExactnessError(
             f"the terms do not sum to the scores of {head_name(layer, head)}: largest error "
             f"{largest:.1e} at example {example}, query_pos {query}, key_pos {key}; the bound is "
-            f"{bound:.1e}",
-            hint="an active hook that edits the layer's q, k or scores breaks the sum: detach it",
+            f"{bound:.1e}"
         )
     batch, length = score.shape[:2]
     real = check_mask(attention_mask, batch, length, score.device)

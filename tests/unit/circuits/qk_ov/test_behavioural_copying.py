@@ -13,7 +13,7 @@ from headstream.circuits.folding import fold
 from headstream.circuits.qk_ov.behavioural_copying import behavioural_copying_score
 from headstream.circuits.qk_ov.copying import copying_score
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ShapeError, TokenError
+from headstream.models.errors import HookError, ShapeError, TokenError
 from headstream.models.store import load
 
 Build = Callable[..., Decoder]
@@ -154,3 +154,13 @@ def test_bad_arguments(build: Build, model_a: Decoder) -> None:
         model_a.blocks[0].attn.W_V[0, 0, 0] = float("inf")
     with pytest.raises(ShapeError, match=r"weights must be finite, but blocks\.0\.attn\.W_V holds"):
         behavioural_copying_score(model_a)
+
+
+def test_an_edited_run_is_refused(model_a: Decoder) -> None:
+    def double(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+        return 2 * tensor
+
+    words = "cannot measure copying: a hook edits 'hook_embed' in this run"
+    hooks = model_a.hooks(fwd_hooks=[("hook_embed", double)])
+    with hooks, pytest.raises(HookError, match=words):
+        behavioural_copying_score(model_a, n=4)

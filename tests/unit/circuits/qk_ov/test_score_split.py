@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor
 
 from headstream.circuits.interventions import cut_edges
+from headstream.circuits.qk_ov import content_position
 from headstream.circuits.qk_ov.content_position import score_terms
 from headstream.circuits.qk_ov.rotary_profile import distance_profile, score_frequencies
 from headstream.circuits.qk_ov.score_split import ScoreSplit
@@ -276,35 +278,50 @@ def test_bad_profiles(model_r: Decoder) -> None:
 
 
 def test_an_edited_run_is_refused(model_a: Decoder, model_r: Decoder, tokens: Tensor) -> None:
+    """Upstream, too: the terms would sum, and be told as those of the weights."""
+
     def double(tensor: Tensor, hook: Any) -> Tensor:
         return 2 * tensor
 
-    words = "the terms do not sum to the scores of L1H0: largest error .* an active hook that edits"
-    with (
-        model_a.hooks(fwd_hooks=[("blocks.1.attn.hook_q", double)]),
-        pytest.raises(ExactnessError, match=words),
-    ):
-        score_terms(model_a, tokens, 1, 0)
-    with (
-        model_r.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_scores", double)]),
-        pytest.raises(ExactnessError, match=words),
-    ):
-        score_frequencies(model_r, tokens, 1, 0)
-    with cut_edges(model_a, 1, keys=[0]):
-        with pytest.raises(HookError, match="attention of layer 1 is edited: its scores are not"):
+    for name in ("blocks.1.attn.hook_q", "blocks.0.hook_attn_out", "hook_pos_embed"):
+        words = f"cannot split the scores of a head: a hook edits '{name}' in this run"
+        with model_a.hooks(fwd_hooks=[(name, double)]), pytest.raises(HookError, match=words):
             score_terms(model_a, tokens, 1, 0)
-        model_a(tokens)
+    for name in ("blocks.1.attn.hook_q", "blocks.1.attn.hook_attn_scores", "hook_embed"):
+        words = f"cannot split the scores of a head: a hook edits '{name}' in this run"
+        with model_r.hooks(fwd_hooks=[(name, double)]), pytest.raises(HookError, match=words):
+            score_frequencies(model_r, tokens, 1, 0)
+    for layer in (0, 1):
+        with cut_edges(model_a, layer, keys=[0]):
+            with pytest.raises(HookError, match=f"attention of layer {layer} is edited"):
+                score_terms(model_a, tokens, 1, 0)
+            model_a(tokens)  # a cut that never happens is an error of its own
 
 
-def test_an_edit_upstream_belongs_to_the_run(model_a: Decoder, tokens: Tensor) -> None:
-    def double(tensor: Tensor, hook: Any) -> Tensor:
-        return 2 * tensor
+def test_a_hook_that_reads_is_left_alone(model_a: Decoder, tokens: Tensor) -> None:
+    seen = []
+
+    def read(tensor: Tensor, hook: Any) -> None:
+        seen.append(hook.name)
 
     plain = score_terms(model_a, tokens, 1, 0)
-    with model_a.hooks(fwd_hooks=[("blocks.0.hook_attn_out", double)]):
+    with model_a.hooks(fwd_hooks=[("blocks.0.hook_attn_out", read)]):
         split = score_terms(model_a, tokens, 1, 0)
-    assert split.largest_error <= split.bound
-    assert float(abs(split.terms - plain.terms).max()) > 0.1
+    assert seen == ["blocks.0.hook_attn_out"]
+    xr.testing.assert_identical(split.terms, plain.terms)
+
+
+def test_a_forgotten_shift_would_be_caught(
+    model_a: Decoder, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros(16, dtype=torch.float64)
+    monkeypatch.setattr(content_position, "_constants", lambda model, layer: zeros)
+    with pytest.raises(
+        ExactnessError,
+        match=r"the terms do not sum to the scores of L1H0: largest error \d.* at example \d, "
+        r"query_pos \d, key_pos \d; the bound is \d.\de-\d\d",
+    ):
+        score_terms(model_a, tokens, 1, 0)
 
 
 def test_a_model_set_to_flash_is_split_all_the_same(model_a: Decoder, tokens: Tensor) -> None:
