@@ -136,7 +136,7 @@ class Backcopy:
         heads = [
             (at, h) for at in range(model.config.n_layers) for h in range(model.config.n_heads)
         ]
-        measured = {}
+        measured: dict[str, dict[str, Any]] = {}
         for layer, head in heads:
             with edited(model, {f"blocks.{layer}.attn.hook_z": _silenced(head)}):
                 without = excess(model, made)

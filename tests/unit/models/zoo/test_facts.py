@@ -63,6 +63,27 @@ def test_the_circuit_is_found_and_nothing_else(
     assert without["all idle"] == base
 
 
+def test_a_head_that_scores_elsewhere_too_keeps_its_name(
+    constructed: Decoder, repeats: RepeatedBlocks
+) -> None:
+    other = repeated_blocks(
+        48, 40, 32, generator=Generator().manual_seed(1), block=(11, 11), gap=(6, 6)
+    )
+    names, _ = find_circuit(constructed, repeats, [other])
+    assert names["induction"] == ["L1H2"]
+    assert "fixed-distance" not in names
+
+
+@pytest.mark.parametrize(
+    ("block", "gap", "distance"),
+    [((32, 32), (0, 0), 32), ((8, 8), (3, 3), 11), ((8, 9), (3, 3), None), ((8, 9), (2, 3), None)],
+)
+def test_one_distance_or_many(
+    block: tuple[int, int], gap: tuple[int, int], distance: int | None
+) -> None:
+    assert Repeats(block=block, gap=gap).fixed_distance == distance
+
+
 def test_silencing_every_head_leaves_the_embedding(
     constructed: Decoder, repeats: RepeatedBlocks
 ) -> None:
