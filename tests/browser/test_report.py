@@ -293,7 +293,8 @@ def test_without_scripts_words_and_tables_are_there(browser, report) -> None:
 
 def test_hostile_tokens_are_drawn_as_they_are(browser, samples, tmp_path) -> None:
     result = samples.by_position(HOSTILE, model="<img src=x onerror=alert(2)>")
-    path = write_report([result], tmp_path / "r.html", title="<script>alert(3)</script>")
+    cards = samples.circuits(tokens=HOSTILE)
+    path = write_report([result, cards], tmp_path / "r.html", title="<script>alert(3)</script>")
     browser.size(1280, 900)
     browser.open(path)
     browser.scroll_through()
