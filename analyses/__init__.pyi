@@ -7,7 +7,10 @@ from .kinds import DecompositionResult as DecompositionResult
 from .kinds import HeadsResult as HeadsResult
 from .kinds import SinksResult as SinksResult
 from .patching.patch import patch as patch
+from .patching.path_result import PathResult as PathResult
+from .patching.paths import path_patch as path_patch
 from .patching.result import PatchingResult as PatchingResult
+from .patching.site_sets import At as At
 from .patching.task import Task as Task
 from .result import Provenance as Provenance
 from .result import Result as Result

@@ -2,6 +2,7 @@ from .analyses import Task as Task
 from .analyses import audit as audit
 from .analyses import load_result as load_result
 from .analyses import patch as patch
+from .analyses import path_patch as path_patch
 from .analyses import sinks as sinks
 from .analyses import standard_study as standard_study
 from .circuits import copying_score as copying_score
