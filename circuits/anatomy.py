@@ -36,6 +36,7 @@ from headstream.circuits.qk_ov.rotary_profile import score_frequencies
 from headstream.circuits.qk_ov.score_split import ScoreSplit
 from headstream.circuits.qk_ov.top_entries import top_pairs
 from headstream.circuits.qk_ov.weights import check_head, ov_circuit, qk_circuit
+from headstream.circuits.selection import head_pair
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError
@@ -337,10 +338,8 @@ def _chosen(model: Decoder, heads: Iterable[tuple[int, int]] | None) -> list[tup
     config = model.config
     if heads is None:
         return [(at, head) for at in range(config.n_layers) for head in range(config.n_heads)]
-    chosen = []
-    for layer, head in heads:
-        check_head(config, layer, head)
-        chosen.append((layer, head))
+    pairs = heads if isinstance(heads, Iterable) else [heads]
+    chosen = [check_head(config, *head_pair(pair)) for pair in pairs]
     if not chosen:
         raise ShapeError("heads is empty: give at least one (layer, head), or None for all")
     return chosen

@@ -33,7 +33,7 @@ def check_parts(centre: str | Sequence[str], norm: str) -> frozenset[str]:
         ConfigError: for a part that does not exist.
         ExactnessError: for readers or writers, unless the norm is LayerNorm.
     """
-    given = [centre] if isinstance(centre, str) else list(centre)
+    given = [centre] if isinstance(centre, str) or not isinstance(centre, Iterable) else [*centre]
     parts = set(PARTS) if given == ["all"] else set(given)
     for part in given:
         if given != ["all"] and part not in PARTS:

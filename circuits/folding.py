@@ -93,7 +93,8 @@ def fold(
     """
     if norms not in get_args(Norms):
         raise ConfigError(
-            f"norms must be 'all' or 'final', got {norms!r}", hint=nearest(norms, get_args(Norms))
+            f"norms must be 'all' or 'final', got {norms!r}",
+            hint=nearest(str(norms), get_args(Norms)),
         )
     config = model.config
     parts = check_parts(centre, config.norm)

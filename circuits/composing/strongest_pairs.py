@@ -9,6 +9,7 @@ import xarray as xr
 
 from headstream.circuits.composing.composition import PAIR
 from headstream.models.arguments import check_count
+from headstream.models.errors import ShapeError
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ def strongest_compositions(scores: xr.Dataset, *, top: int | None = 10) -> pd.Da
         expectation, and `stands_out`: above `random_largest`, which accounts for the number of
         pairs compared; being above `random_high` alone is what one random pair in forty does.
     Raises:
-        ShapeError: if `top` is no whole number >= 1.
+        ShapeError: if `scores` is something else, or `top` is no whole number >= 1.
     """
     import pandas as pd
 
+    _check_scores(scores)
     limit = None if top is None else check_count("top", top)
     values = scores["score"].transpose("through", *PAIR).values
     places = np.argwhere(np.isfinite(values))
@@ -52,7 +54,12 @@ def strongest_compositions(scores: xr.Dataset, *, top: int | None = 10) -> pd.Da
 
 
 def summarise_compositions(scores: xr.Dataset, *, top: int = 5) -> str:
-    """The strongest compositions in a few lines, with the chance level they are held against."""
+    """The strongest compositions in a few lines, with the chance level they are held against.
+
+    Raises:
+        ShapeError: as `strongest_compositions`.
+    """
+    _check_scores(scores)
     check_count("top", top)
     known = scores["score"].values[np.isfinite(scores["score"].values)]
     if not known.size:
@@ -70,3 +77,11 @@ def summarise_compositions(scores: xr.Dataset, *, top: int = 5) -> str:
     if out > top:
         lines.append(f"and {out - top} more")
     return "\n".join(lines)
+
+
+def _check_scores(scores: object) -> None:
+    named = {"score", "expected", "random_low", "random_high", "random_largest"}
+    if not isinstance(scores, xr.Dataset) or not named <= set(scores.data_vars):
+        raise ShapeError(
+            f"scores must be what composition_scores returned, got {type(scores).__name__}"
+        )

@@ -134,6 +134,12 @@ def importance_by_order(
 def _checked_targets(targets: Tensor | None, rows: Tensor) -> Bool[Tensor, "batch pos"]:
     if targets is None:
         return torch.ones_like(rows, dtype=torch.bool)
+    if not isinstance(targets, Tensor):
+        raise ShapeError(
+            f"targets must be a bool tensor [batch, pos] = {list(rows.shape)}, got "
+            f"{type(targets).__name__}",
+            hint="use torch.tensor(targets)",
+        )
     given = targets[None] if targets.ndim == 1 else targets
     if given.shape != rows.shape or given.dtype != torch.bool:
         raise ShapeError(

@@ -10,7 +10,7 @@ say where the second head's output came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -21,7 +21,7 @@ from transformer_lens.FactoredMatrix import FactoredMatrix
 
 from headstream.circuits.composing.frozen_run import freeze_run
 from headstream.circuits.qk_ov.head_factors import check_norms, ov_factors, reading_norm
-from headstream.circuits.selection import heads_by_layer
+from headstream.circuits.selection import head_pair, heads_by_layer
 from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.names import head_name
 
@@ -155,14 +155,14 @@ def virtual_ov(
 def _chain(
     model: Decoder, heads: Sequence[Sequence[int]], *, least: int = 2
 ) -> tuple[tuple[int, int], ...]:
-    pairs = list(heads)
+    pairs = list(heads) if isinstance(heads, Iterable) else heads
     heads_by_layer(model, pairs)  # do they exist?
     if len(pairs) < least:
         raise ShapeError(
             f"a virtual head needs at least two heads, got {pairs}",
             hint="ov_circuit is the circuit of one",
         )
-    chain = tuple((pair[0], pair[1]) for pair in pairs)
+    chain = tuple((int(layer), int(head)) for layer, head in map(head_pair, pairs))
     if any(first[0] >= second[0] for first, second in pairwise(chain)):
         names = ", ".join(head_name(*pair) for pair in chain)
         raise ShapeError(

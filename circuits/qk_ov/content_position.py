@@ -70,7 +70,7 @@ def score_terms(
         2 (sqrt(d_model) + sqrt(d_head) + 4) times the largest sum of the moduli of all products.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     names = [f"blocks.{layer}.hook_resid_pre"]
     if config.norm != "none":
         names = [f"blocks.{layer}.ln1.{what}" for what in ("hook_normalized", "hook_scale")]

@@ -12,7 +12,7 @@ direct measure stands beside it: the share of tokens s with s among the top k ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +36,7 @@ _ROWS = 256
 def copying_score(
     model: Decoder,
     *,
-    top: Sequence[int] = (1, 5),
+    top: int | Sequence[int] = (1, 5),
     n_random: int = 64,
     seed: int = 0,
     embedding: str = "plain",
@@ -45,7 +45,7 @@ def copying_score(
 
     Args:
         model: the decoder. Norms and biases are left out (`ov_circuit`).
-        top: values of k for the companion measure.
+        top: k of the companion measure, or several.
         n_random: heads drawn for the null's spread: Gaussian W_V and W_O of this shape between
             the model's own W_E and W_U.
         seed: of those draws; the global random state is left alone.
@@ -73,6 +73,7 @@ def copying_score(
     check_count("n_random", n_random, of="heads")
     check_embedding(embedding)
     require_finite(model)
+    top = [top] if isinstance(top, str) or not isinstance(top, Iterable) else [*top]
     for k in top:
         if not 1 <= check_count("top", k) <= config.d_vocab:
             raise ShapeError(f"top holds {k}, expected values in [1, {config.d_vocab}]")

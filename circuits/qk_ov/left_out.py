@@ -54,7 +54,7 @@ def qk_bias(
         Elhage et al. 2021 drop biases; the expansion is theirs with them kept.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     check_space(space, embedding)
     distance = check_distance(config, distance)
     attn, group = model.blocks[layer].attn, head // config.group_size
@@ -90,7 +90,7 @@ def ov_bias(model: Decoder, layer: int, head: int, *, space: str = "vocab") -> x
         ShapeError, ConfigError: as `ov_circuit`.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     check_space(space, "plain")
     attn = model.blocks[layer].attn
     out = attn.W_O[head].detach()
@@ -116,7 +116,7 @@ def circuit_caveats(
         ShapeError, ConfigError: for a layer, circuit or space that does not exist.
     """
     config = model.config
-    check_head(config, layer, 0)
+    layer, _ = check_head(config, layer, 0)
     check_space(space, "plain")
     if circuit not in get_args(Circuit):
         raise ConfigError(

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from headstream.circuits.qk_ov.score_split import ScoreSplit, checked_split, run_scores
 from headstream.circuits.qk_ov.token_vectors import normalised_tokens
-from headstream.circuits.qk_ov.weights import check_head
+from headstream.circuits.qk_ov.weights import FARTHEST, check_head
+from headstream.circuits.selection import whole
 from headstream.models.errors import ConfigError, ShapeError
 from headstream.models.positions import rotary_tables
 from headstream.models.vocabulary import check_tokens
@@ -64,7 +65,7 @@ def score_frequencies(
         HookError, ExactnessError: as `score_terms`.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     _require_rotary(config, "score_terms splits its scores by content and position")
     names = [f"blocks.{layer}.attn.hook_rot_{what}" for what in "qk"]
     acts, score = run_scores(
@@ -130,7 +131,7 @@ def distance_profile(
         the key's token d before the query's.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     _require_rotary(config, "leave the distance out: qk_circuit gives the one score")
     lags = _distances(distances, config.n_ctx)
     queries, query_ids = _read(model, layer, query, "query")
@@ -189,8 +190,8 @@ def _read(
 ) -> tuple[Tensor, npt.NDArray[np.int64]]:
     """Normalised inputs [n, d_model] in float64, and what to call them: token ids or places."""
     d_model = model.config.d_model
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = torch.tensor([given])
+    if not isinstance(given, Tensor) and (token := whole(given)) is not None:
+        given = torch.tensor([token])
     if not isinstance(given, Tensor):
         raise ShapeError(
             f"{name} must be a token, an int64 tensor of tokens or a floating tensor "
@@ -203,6 +204,8 @@ def _read(
                 f"{name} must be normalised inputs [n, d_model] = [n, {d_model}], got "
                 f"{list(given.shape)}"
             )
+        if not bool(torch.isfinite(rows).all()):
+            raise ShapeError(f"{name} must be finite, but holds NaN or infinity")
         return rows.detach().to(model.device).double(), np.arange(len(rows))
     if given.ndim == 0:
         given = given[None]
@@ -218,10 +221,14 @@ def _distances(given: Any, n_ctx: int) -> list[int]:
         return list(range(n_ctx))
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ShapeError(f"distances must be a list of whole numbers of tokens, got {given!r}")
-    lags = list(given)
-    for lag in lags:
-        if isinstance(lag, bool) or not isinstance(lag, int):
-            raise ShapeError(f"distances must be whole numbers of tokens, got {lag!r}")
+    lags = []
+    for lag in given:
+        tokens = whole(lag)
+        if tokens is None or abs(tokens) > FARTHEST:
+            raise ShapeError(
+                f"distances must be whole numbers of tokens in [-2**31, 2**31], got {lag!r}"
+            )
+        lags.append(tokens)
     if not lags or len(set(lags)) < len(lags):
         raise ShapeError(f"distances must be distinct and at least one, got {lags}")
     return lags

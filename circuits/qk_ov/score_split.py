@@ -96,7 +96,7 @@ def run_scores(
         ShapeError: for a head that does not exist, or terms over the limit of memory.
         HookError: if something edits the run.
     """
-    check_head(model.config, layer, head)
+    layer, head = check_head(model.config, layer, head)
     if isinstance(tokens, Tensor) and tokens.ndim in (1, 2):
         rows, length = (tokens if tokens.ndim == 2 else tokens[None]).shape
         needed = 8 * rows * length**2 * (n_terms + model.config.n_heads)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.FactoredMatrix import FactoredMatrix
 
+from headstream.circuits.selection import whole
 from headstream.models.arguments import check_count
 from headstream.models.errors import ConfigError, ShapeError, nearest
 
@@ -204,10 +205,13 @@ def _chosen(rows: Any, count: int) -> list[int] | None:
     if rows is None:
         return None
     listed = rows.tolist() if hasattr(rows, "tolist") else rows
-    chosen = list(listed) if isinstance(listed, Iterable) else [listed]
-    if not chosen:
+    asked = list(listed) if isinstance(listed, Iterable) else [listed]
+    if not asked:
         raise ShapeError("rows is empty, expected at least one row")
-    for row in chosen:
-        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < count:
-            raise ShapeError(f"rows must be whole numbers in [0, {count}), got {row!r}")
+    chosen = []
+    for given in asked:
+        row = whole(given)
+        if row is None or not 0 <= row < count:
+            raise ShapeError(f"rows must be whole numbers in [0, {count}), got {given!r}")
+        chosen.append(row)
     return chosen

@@ -22,7 +22,7 @@ gain first (`fold`): then x above is the normalised input, and what remains is i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformer_lens.FactoredMatrix import FactoredMatrix
 
 from headstream.circuits.qk_ov.token_vectors import check_embedding, token_vectors
+from headstream.circuits.selection import whole
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.positions import rotary_tables, rotate
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 Space = Literal["vocab", "residual"]
+# Tokens: at 2**31 an angle in float64 is still good to 1e-6 radians.
+FARTHEST = 2**31
 
 
 def qk_circuit(
@@ -76,7 +79,7 @@ def qk_circuit(
         Elhage et al. 2021; rotary form from Su et al. 2021, R(m) q . R(n) k = q . R(n - m) k.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     check_space(space, embedding)
     distance = check_distance(config, distance)
     attn = model.blocks[layer].attn
@@ -115,7 +118,7 @@ def ov_circuit(
         Elhage et al. 2021.
     """
     config = model.config
-    check_head(config, layer, head)
+    layer, head = check_head(config, layer, head)
     check_space(space, embedding)
     attn = model.blocks[layer].attn
     value = attn.W_V[head // config.group_size].detach()
@@ -136,14 +139,21 @@ def turn_rows(rows: Float[Tensor, "n d_head"], by: int, base: float) -> Float[Te
     return turned[0, 0]
 
 
-def check_head(config: DecoderConfig, layer: int, head: int) -> None:
-    """Raise ShapeError unless the model has this head."""
+def check_head(config: DecoderConfig, layer: Any, head: Any) -> tuple[int, int]:
+    """Layer and head as ints, of any kind of whole number.
+
+    Raises:
+        ShapeError: unless the model has this head.
+    """
+    found = []
     for name, given, size in (("layer", layer, config.n_layers), ("head", head, config.n_heads)):
-        whole = hasattr(given, "__index__") and not isinstance(given, bool)
-        if not whole or not 0 <= given < size:
+        number = whole(given)
+        if number is None or not 0 <= number < size:
             raise ShapeError(
                 f"{name} must be a whole number in [0, {size}) = [0, n_{name}s), got {given!r}"
             )
+        found.append(number)
+    return found[0], found[1]
 
 
 def check_space(space: str, embedding: str) -> None:
@@ -176,6 +186,12 @@ def check_distance(config: DecoderConfig, distance: int | None) -> int | None:
             "with rotary positions the QK circuit depends on the distance, but distance is None",
             hint="give distance = query position - key position (0 is the same position)",
         )
-    if isinstance(distance, bool) or not isinstance(distance, int):
+    tokens = whole(distance)
+    if tokens is None:
         raise ConfigError(f"distance must be a whole number of tokens, got {distance!r}")
-    return distance
+    if abs(tokens) > FARTHEST:
+        raise ConfigError(
+            f"distance must lie in [-2**31, 2**31], got {distance!r}: farther, the angle of a pair "
+            "is rounding"
+        )
+    return tokens

@@ -17,6 +17,7 @@ import xarray as xr
 from jaxtyping import Float
 from torch import Tensor
 
+from headstream.models.arguments import check_count
 from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.hooks import capture
 from headstream.models.norms import LayerNorm, NoNorm
@@ -57,7 +58,7 @@ def logit_lens(
         `logit` and `token` [layer, example, pos, rank], the largest first.
     Raises:
         ConfigError: if `scale` is not one of the two.
-        ShapeError: if `top` is not in [1, d_vocab].
+        ShapeError: if `top` is no whole number in [1, d_vocab].
     Example:
         >>> from headstream.models import Decoder, DecoderConfig
         >>> model = Decoder(
@@ -68,10 +69,12 @@ def logit_lens(
     """
     if scale not in get_args(Scale):
         raise ConfigError(
-            f"scale must be 'own' or 'frozen', got {scale!r}", hint=nearest(scale, get_args(Scale))
+            f"scale must be 'own' or 'frozen', got {scale!r}",
+            hint=nearest(str(scale), get_args(Scale)),
         )
     config = model.config
-    if top is not None and not 1 <= top <= config.d_vocab:
+    top = None if top is None else check_count("top", top)
+    if top is not None and top > config.d_vocab:
         raise ShapeError(f"top must lie in [1, {config.d_vocab}] = [1, d_vocab], got {top}")
     stages = ("pre", "mid") if sublayers and config.has_mlp else ("pre",)
     streams = {

@@ -160,6 +160,6 @@ def _stream_name(config: DecoderConfig, at: str) -> str:
     if at not in streams:
         raise HookError(
             f"at={at!r} names no residual stream of this model",
-            hint=nearest(at, streams) or f"give 'final' or a name like '{streams[0]}'",
+            hint=nearest(str(at), streams) or f"give 'final' or a name like '{streams[0]}'",
         )
     return at

@@ -18,7 +18,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from headstream.circuits.selection import indices
+from headstream.circuits.selection import heads_by_layer, indices
 from headstream.circuits.stream.attribution import TokenIds, readout_of, row_positions
 from headstream.circuits.stream.decomposition import require_room
 from headstream.circuits.stream.shares import ShareReader
@@ -180,8 +180,7 @@ def source_reads(
     config = model.config
     (layer,) = indices([layer], "layer", config.n_layers)
     (head,) = indices([head], "head", config.n_heads)
-    (first,) = indices([through[0]], "layer", config.n_layers)
-    (earlier,) = indices([through[1]], "head", config.n_heads)
+    ((first, (earlier,)),) = heads_by_layer(model, [through]).items()
     if first >= layer:
         raise ShapeError(
             f"{head_name(layer, head)} reads nothing of {head_name(first, earlier)}, which does "

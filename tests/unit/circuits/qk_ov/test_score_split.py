@@ -265,7 +265,7 @@ def test_bad_profiles(model_r: Decoder) -> None:
         profile(key=torch.zeros(3))
     with pytest.raises(ShapeError, match=r"query must be tokens \[n\], got \[1, 2\]"):
         profile(query=torch.tensor([[1, 2]]))
-    with pytest.raises(ShapeError, match="distances must be whole numbers of tokens, got 1"):
+    with pytest.raises(ShapeError, match="distances must be whole numbers of tokens in"):
         profile(distances=[1.5])
     with pytest.raises(ShapeError, match="distances must be a list of whole numbers"):
         profile(distances=3)
