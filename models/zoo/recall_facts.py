@@ -35,15 +35,17 @@ def recall_facts(model: Decoder, pairs: Span, task_pairs: int, seed: int) -> dic
     by_number: dict[str, dict[str, float]] = {"within_training": {}, "past_training": {}}
     accuracy: dict[str, dict[str, float]] = {"within_training": {}, "past_training": {}}
     for number in _NUMBERS:
-        # The answer takes one token more than the prompt.
         if prompt_length(number) > config.n_ctx:
             continue
+        # The answer takes one token more than the prompt.
         part = "within_training" if prompt_length(number) < trained else "past_training"
         made = questions(_ASKED, number, generator=Generator().manual_seed(seed))
         lost, right = ask(model, made)
         by_number[part][str(number)] = round(lost, 4)
         accuracy[part][str(number)] = round(right, 4)
-    longest = pairs[1]
+    depths = {
+        number: by_depth(model, number, seed) for number in (pairs[1], (config.n_ctx - 4) // 2)
+    }
     circuit, measured = _circuit(model, task_pairs, seed)
     return {
         "task": {"kind": "recall", "pairs": task_pairs},
@@ -54,12 +56,12 @@ def recall_facts(model: Decoder, pairs: Span, task_pairs: int, seed: int) -> dic
             "unit": "nats",
             "questions": _ASKED,
             "by_number_of_pairs": by_number,
-            f"by_depth_of_{longest}_pairs": by_depth(model, longest, seed)[0],
+            **{f"by_depth_of_{number}_pairs": lost for number, (lost, _) in depths.items()},
         },
         "accuracy": {
             "on_answers": min(accuracy["within_training"].values()),
             "by_number_of_pairs": accuracy,
-            f"by_depth_of_{longest}_pairs": by_depth(model, longest, seed)[1],
+            **{f"by_depth_of_{number}_pairs": right for number, (_, right) in depths.items()},
         },
         "circuit": circuit,
         "measured": measured,
