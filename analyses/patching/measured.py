@@ -61,7 +61,9 @@ def _of_cells(
             task.answer.repeat(times), None if task.wrong is None else task.wrong.repeat(times)
         )
         reference = clean.expand(times, -1, -1).flatten(0, 1)
-        value = metric.compute(logits.flatten(0, 1), answers, reference).detach().numpy()
+        value: np.ndarray = (
+            metric.compute(logits.flatten(0, 1), answers, reference).detach().numpy()
+        )
         if np.isfinite(value).all():
             return value.reshape(logits.shape[:2])
     # One by one: a function of the user's, or a number that is none, for the error to name.

@@ -90,7 +90,7 @@ class SuffixSweep:
             logits, patched = self._run_sets(self._grid, block)
         else:
             logits, patched = self._run_grid(self._grid, block)
-        moved = self._measure(logits) - self.base[self._plan.into][:, None]
+        moved: np.ndarray = self._measure(logits) - self.base[self._plan.into][:, None]
         moved[:, ~patched.cpu().numpy()] = np.nan
         return moved
 
@@ -202,13 +202,12 @@ class SuffixSweep:
         """Logits of the last stream, or of the one before the last MLP."""
         rows = stream.flatten(0, 1)
         found = []
+        last = self._spread.layer(self._model.config.n_layers - 1)
         for part in rows.split(BAND_ROWS):
-            if not final:
-                part = self._spread.layer(self._model.config.n_layers - 1).after(part[:, None])[
-                    :, 0
-                ]
-            found.append(unembedded(self._model, part))
-        return torch.cat(found).unflatten(0, stream.shape[:2])
+            read = part if final else last.after(part[:, None])[:, 0]
+            found.append(unembedded(self._model, read))
+        logits: Tensor = torch.cat(found).unflatten(0, stream.shape[:2])
+        return logits
 
     def _at_places(
         self,

@@ -182,4 +182,5 @@ def _new_key_of_units(
 
 
 def _grouped(layer: Layer) -> Float[Tensor, "kv_head group_d_head d_model"]:
-    return layer.W_O.unflatten(0, (layer.kv_heads, -1)).flatten(1, 2)
+    weight: Tensor = layer.W_O.unflatten(0, (layer.kv_heads, -1))
+    return weight.flatten(1, 2)

@@ -7,6 +7,7 @@ Tensors are [run, pos, ...], a run being one pair with one patch. The formulas a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -65,7 +66,7 @@ class Layer:
 
     def projected(
         self, resid: Float[Tensor, "run pos d_model"], at: Tensor, what: str = "qkv"
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Any, Any, Any]:
         """q, k and v (None where not asked for) at the positions `at`, [pos] or [run, pos]."""
         x = normed(self.block.ln1, resid)
         d_head = self.W_O.shape[1]
@@ -164,8 +165,11 @@ class Layer:
     ) -> Float[Tensor, "run query head d_value"]:
         """Attention where `allowed`, boolean and broadcast to [run, head, query, key]."""
         wide = torch.promote_types(q.dtype, torch.float32)
+        query, key, value = (x.to(wide).transpose(1, 2) for x in (q, k, v))
         z = functional.scaled_dot_product_attention(
-            *(x.to(wide).transpose(1, 2) for x in (q, k, v)),
+            query,
+            key,
+            value,
             attn_mask=allowed,
             scale=self.scale,
             enable_gqa=self.group > 1,

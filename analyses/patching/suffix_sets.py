@@ -102,7 +102,6 @@ def _layer(
 
     resid = put("resid_pre", resid)
     q, k, v = layer.projected(resid, band.span)
-    assert q is not None
     q, k = (_turned(layer, writes, values, band, name, x) for name, x in (("q", q), ("k", k)))
     keys, read = spread._with_prefix(layer, k, put("v", v), band, 1)
     z = layer.attend(q, keys, read)
@@ -127,7 +126,8 @@ def _given(write: _Write, values: Values, layer: Layer, band: Band) -> Tensor:
     ]
     out = found.new_zeros(len(pair), found.shape[-1])
     out[present] = found
-    return out.unflatten(0, (-1, slots))
+    new: Tensor = out.unflatten(0, (-1, slots))
+    return new
 
 
 def _turned(

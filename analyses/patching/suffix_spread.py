@@ -112,7 +112,8 @@ class Spread:
             mid = layer.mixed(layer.attend(q, keys, values)).add_(stream)
             stream = layer.after(mid)
         out = self._read_row(self.layer(len(self.layers) - 1), stream, band, units)
-        return out.unflatten(0, (pairs, units))
+        found: Tensor = out.unflatten(0, (pairs, units))
+        return found
 
     def from_rows(
         self, index: int, resid: Float[Tensor, "pair unit row d_model"], band: Band
@@ -138,7 +139,6 @@ class Spread:
         later = None
         if bool((band.read < band.end - 1).any()):
             later = torch.arange(band.end, device=read.device) > read[:, None]
-        assert q is not None
         if layer.rotary is None:
             z = self._unprojected(layer, stream, q[:, 0], later, band, units)
         else:
@@ -209,11 +209,11 @@ class Spread:
         q, k, v = (x[:, 0].unflatten(0, (pairs, units)) for x in projected)
         z = self.new_key(layer, band, rows, k, v, after=1)
         # Rows before the place keep their z, and are run along only where places differ.
-        attended = z.flatten(3, 4) if z.ndim == 6 else z
+        attended = z.flatten(3, 4)
         own = self._own_row(layer, q, k, v, band)
         here = (rows == band.at[:, None]).nonzero(as_tuple=True)
         attended[here[0], :, here[1]] = own[here[0]]
-        out = layer.mixed(attended.flatten(0, 1)).unflatten(0, (pairs, units))
+        out: Tensor = layer.mixed(attended.flatten(0, 1)).unflatten(0, (pairs, units))
         changed = out[here[0], :, here[1]] + resid[here[0]]
         out += band.at_rows(self.base.resid[layer.index], rows)[:, None]
         out[here[0], :, here[1]] = changed
