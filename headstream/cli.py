@@ -98,7 +98,16 @@ def cli() -> None:
 
 def with_commands() -> click.Group:
     """`cli` with every command in it: importing a command registers it."""
-    from headstream.commands import audit, circuits, heads, models, report, sinks, train  # noqa: F401
+    from headstream.commands import (  # noqa: F401
+        audit,
+        circuits,
+        heads,
+        models,
+        patch,
+        report,
+        sinks,
+        train,
+    )
 
     return cli
 

@@ -117,10 +117,45 @@ def patch(
         Heimersheim & Nanda 2024 (arXiv 2404.15255); Zhang & Nanda 2023 (arXiv 2309.16042). We
         correct for the whole grid and average before dividing.
     """
+    inference.check_flips(n_flips)
+    plan = planned(
+        model,
+        task,
+        site,
+        direction=direction,
+        values=values,
+        engine=engine,
+        layers=layers,
+        heads=heads,
+        positions=positions,
+        seed=seed,
+        backend=backend,
+    )
+    return _patch(model, plan, engine, n_flips, executor=executor, resume=resume, progress=progress)
+
+
+def planned(
+    model: Decoder,
+    task: Task | Any,
+    site: str | Any,
+    *,
+    direction: str = "denoise",
+    values: str = "pair",
+    engine: str = "suffix",
+    layers: Any = None,
+    heads: Any = None,
+    positions: Any = None,
+    seed: Any = 0,
+    backend: str | None = None,
+) -> SweepPlan:
+    """The sweep that a call of `patch` with these arguments runs.
+
+    Raises:
+        TaskError, TokenError: on an argument that does not fit.
+    """
     _check_option("direction", direction, get_args(Direction))
     _check_option("values", values, get_args(Values))
     _check_option("engine", engine, get_args(Engine))
-    inference.check_flips(n_flips)
     check_seed(seed)
     if not isinstance(task, Task):
         raise TaskError(
@@ -128,7 +163,7 @@ def patch(
             hint="build one with Task(clean, corrupted, answer, wrong), or Task.for_model(model)",
         )
     _check_fits(model, task)
-    plan = SweepPlan(
+    return SweepPlan(
         task,
         site,
         direction=direction,
@@ -139,7 +174,6 @@ def patch(
         seed=seed,
         backend=backend,
     )
-    return _patch(model, plan, engine, n_flips, executor=executor, resume=resume, progress=progress)
 
 
 def _patch(

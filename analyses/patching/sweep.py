@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, as_completed, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from headstream.analyses.patching.engines import Sweep, open_sweep
 from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.plan_values import code_sha256, function_of, own_metric
 from headstream.analyses.patching.sweep_plan import Block, SweepPlan, blocks
-from headstream.analyses.patching.sweep_store import SweepStore, describe
+from headstream.analyses.patching.sweep_store import MANIFEST, SweepStore, describe
 from headstream.analyses.patching.sweep_workers import Job, one_number_of_threads, run_blocks
 from headstream.models.decoder import Decoder
 from headstream.models.errors import HeadstreamError, HookError, SweepError, TaskError
@@ -146,6 +147,26 @@ def run_sweep(
                 passes[block.kind][:, list(block.cells)] = effects
                 bar.update(len(block.cells))
     return Swept(base, passes)
+
+
+def finished_blocks(
+    resume: str | os.PathLike[str],
+    model: Decoder,
+    plan: SweepPlan,
+    engine: str,
+    workers: int | None = None,
+) -> int:
+    """How many blocks of a sweep a folder holds; 0 if nothing was begun there.
+
+    Raises:
+        SweepError: if the folder is another sweep's.
+    """
+    if not (Path(resume) / MANIFEST).exists():
+        return 0
+    work = blocks(plan, model.config)
+    threads = torch.get_num_threads() if workers is None else 1
+    store = SweepStore(resume, describe(model, plan, engine, work, threads))
+    return sum(1 for _ in store.finished(work, (len(plan.metrics), len(plan.task))))
 
 
 def _here(opened: Sweep) -> Runner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headstream.cli import Model, Options, Output, cli, common
-from headstream.commands.shared import load_model, require_room, require_writable
+from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
 from headstream.console import answer
 
 if TYPE_CHECKING:
@@ -106,17 +105,12 @@ def report(
 
 
 def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list[Result]:
-    from headstream.analyses.patching.task import Task
     from headstream.analyses.standard import standard_study
 
     model = load_model(name)
     task = None
     if pairs is not None:
-        # Without a wrong answer there is nothing to take a difference to.
-        metric = "logit_difference" if _names_wrong(Path(pairs)) else "log_prob"
-        task = Task.from_jsonl(pairs, model, metric=metric)
-        if metric == "log_prob" and options.progress:
-            click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
+        task = read_pairs(pairs, model, options)
     words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
     if pairs is not None:
         words += ["--pairs", Path(pairs).name]
@@ -128,22 +122,6 @@ def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list
         progress=options.progress,
         command=shlex.join([*words, "-o", "report.html"]),
     )
-
-
-def _names_wrong(pairs: Path) -> bool:
-    """Whether any line gives `wrong`; lines that are damaged are left to who reads them."""
-    try:
-        lines = pairs.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return True
-    for line in lines:
-        try:
-            pair = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(pair, dict) and "wrong" in pair:
-            return True
-    return False
 
 
 def _sort_targets(targets: tuple[str, ...]) -> tuple[list[Path], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ import click
 from headstream.models.errors import StoreError
 
 if TYPE_CHECKING:
+    from headstream.analyses.patching.task import Task
+    from headstream.cli import Options
     from headstream.models.decoder import Decoder
 
 
@@ -21,6 +24,36 @@ def load_model(name: str) -> Decoder:
     model = load(name)
     use_one_thread_if_small(model)
     return model
+
+
+def read_pairs(path: str, model: Decoder, options: Options, metric: str | None = None) -> Task:
+    """A task from the user's own pairs; by default the metric that they allow.
+
+    Without a wrong answer there is nothing to take a difference to.
+    """
+    from headstream.analyses.patching.task import Task
+
+    if metric is None:
+        metric = "logit_difference" if _names_wrong(Path(path)) else "log_prob"
+        if metric == "log_prob" and options.progress:
+            click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
+    return Task.from_jsonl(path, model, metric=metric)
+
+
+def _names_wrong(pairs: Path) -> bool:
+    """Whether any line gives `wrong`; lines that are damaged are left to who reads them."""
+    try:
+        lines = pairs.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return True
+    for line in lines:
+        try:
+            pair = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(pair, dict) and "wrong" in pair:
+            return True
+    return False
 
 
 def require_writable(path: Path, force: bool) -> None:
