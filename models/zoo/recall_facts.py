@@ -11,7 +11,7 @@ from headstream.models.decoder import Decoder
 from headstream.models.hooks import capture, edited
 from headstream.models.names import head_name
 from headstream.models.zoo.facts import NAMED_FROM
-from headstream.models.zoo.recall import (
+from headstream.models.zoo.recall_sequences import (
     N_KEYS,
     N_VALUES,
     Questions,

@@ -18,7 +18,7 @@ from torch import Generator
 
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import TaskError, nearest
-from headstream.models.zoo.recall import D_VOCAB, N_KEYS, prompt_length, questions
+from headstream.models.zoo.recall_sequences import D_VOCAB, N_KEYS, prompt_length, questions
 
 RecallCorruption = Literal["needle_key", "needle_value", "question"]
 

@@ -7,7 +7,8 @@ from typing import Any
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, nearest
 from headstream.models.zoo.backcopy import N_CONTENT, Backcopy
-from headstream.models.zoo.recall import D_VOCAB, Recall
+from headstream.models.zoo.recall import Recall
+from headstream.models.zoo.recall_sequences import D_VOCAB
 from headstream.models.zoo.recipe import Bar, Phase, Recipe
 from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import BOS

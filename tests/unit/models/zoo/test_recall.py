@@ -9,17 +9,17 @@ from torch import Generator
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError, TaskError
 from headstream.models.store import load
-from headstream.models.zoo.recall import (
+from headstream.models.zoo.recall import Recall
+from headstream.models.zoo.recall_facts import ask
+from headstream.models.zoo.recall_sequences import (
     D_VOCAB,
     KEY_FROM,
     SEGMENTS,
     VALUE_FROM,
-    Recall,
     questions,
     recall_sequences,
     segments,
 )
-from headstream.models.zoo.recall_facts import ask
 from headstream.models.zoo.recipes import RECIPES
 from headstream.models.zoo.tasks import pairs_for
 from headstream.models.zoo.training import train
