@@ -118,7 +118,9 @@ class HeadAnatomy:
 
     Attributes:
         model, layer, head: whose.
-        distance: at which a rotary head's QK circuit was taken (where it looks most); else None.
+        distance: at which a rotary head's QK circuit was taken: as asked for, or where its mean
+            score on the sample is highest, which need not stand out (`preferred_distance`). None
+            with other positions.
         matches: (query token, key token) pairs that QK scores highest, before the scale.
         moves: (source token, output token) pairs that OV raises most.
         singular: (circuit, rank), singular values of QK and OV in the stream.
@@ -134,6 +136,7 @@ class HeadAnatomy:
         through: for each earlier head it K-composes with above chance.
         n: sequences of the sample.
         caveats: what the circuits leave out, in words.
+        d_vocab: how many tokens there are.
         vocab: names of the tokens, or None.
     """
 
@@ -152,6 +155,7 @@ class HeadAnatomy:
     through: tuple[Through, ...]
     n: int
     caveats: tuple[str, ...]
+    d_vocab: int
     vocab: Sequence[str] | None
 
     @property
@@ -245,13 +249,14 @@ def head_anatomy(
         model: the decoder.
         layer, head: which query head.
         distance: with rotary positions, at which to take the QK circuit, in tokens; None is where
-            the head looks most on the sample. Refused with other positions.
+            the head's mean score on the sample is highest. Refused with other positions.
         top: token pairs listed of each circuit.
         n: random sequences of the sample.
         seed: of everything drawn; the global random state is left alone.
     Raises:
-        ShapeError: if the head does not exist, a count is out of range, or a weight is NaN or
-            infinite.
+        ShapeError: if the head does not exist, a count is out of range, a weight is NaN or
+            infinite, or the context is too short for a sample (4 tokens beside BOS).
+        TokenError: if the vocabulary is too small for a sample (4 tokens beside BOS and padding).
         ConfigError: if `distance` does not apply.
         HookError: if something edits the model's runs.
     """
@@ -328,6 +333,7 @@ def head_anatomies(
                 through=tuple(_through(model, at, lag, compositions)),
                 n=n,
                 caveats=_caveats(model, at[0]),
+                d_vocab=config.d_vocab,
                 vocab=model.vocab,
             )
         )
@@ -450,9 +456,11 @@ def _through(
 
 
 def _caveats(model: Decoder, layer: int) -> tuple[str, ...]:
-    said = [f"QK: {words}" for words in circuit_caveats(model, layer, circuit="qk")]
-    said += [f"OV: {words}" for words in circuit_caveats(model, layer, circuit="ov")]
-    return tuple(said)
+    said: dict[str, list[str]] = {}
+    for circuit in ("qk", "ov"):
+        for words in circuit_caveats(model, layer, circuit=circuit):
+            said.setdefault(words, []).append(circuit.upper())
+    return tuple(f"{' and '.join(circuits)}: {words}" for words, circuits in said.items())
 
 
 def _plain(value: Any) -> Any:

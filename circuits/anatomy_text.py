@@ -22,8 +22,8 @@ def anatomy_text(head: HeadAnatomy) -> str:
     lines = [
         f"{head.name} of {head.model}",
         "",
-        "reads (QK)" + ("" if head.distance is None else f", keys {head.distance} tokens back"),
-        f"  best matches: {_pairs(head, head.matches)}",
+        "reads (QK)" + _taken_at(head),
+        f"  best matches: {_pairs(head, head.matches)}{_alone(head)}",
         f"  looks back:   {looks_back(head)}",
         f"  scores from:  {scores_from(head)}",
         *(f"  through {name}: {words}" for name, words in through(head)),
@@ -39,6 +39,25 @@ def anatomy_text(head: HeadAnatomy) -> str:
     if head.caveats:
         lines += ["left out of the circuits", *(f"  {words}" for words in head.caveats)]
     return "\n".join(lines)
+
+
+def _taken_at(head: HeadAnatomy) -> str:
+    """The distance of a rotary head's QK circuit, and how it came about."""
+    if head.distance is None:
+        return ""
+    words = f", keys {head.distance} tokens back"
+    mean = head.by_distance.mean("example")
+    highest = int(mean["distance"].values[int(np.argmax(mean.values))])
+    if head.distance != highest:
+        return words
+    if head.preferred_distance is None:
+        return f"{words} (its highest mean score, though no distance stands out)"
+    return f"{words} (its highest mean score)"
+
+
+def _alone(head: HeadAnatomy) -> str:
+    """In later layers an embedding is not what stands in the stream."""
+    return " (by embeddings alone)" if head.layer and any(p.value for p in head.matches) else ""
 
 
 def looks_back(head: HeadAnatomy) -> str:
@@ -74,11 +93,11 @@ def scores_from(head: HeadAnatomy) -> str:
 
 def through(head: HeadAnatomy) -> list[tuple[str, str]]:
     """For each earlier head its keys hold: whether it looks for its own token there."""
-    vocabulary = "" if head.vocab is None else f" (chance {1 / len(head.vocab):.0%})"
     return [
         (
             head_name(*one.earlier),
-            f"its own token is the best match for {one.own_first:.0%} of tokens{vocabulary}",
+            f"its own token is the best match for {one.own_first:.0%} of tokens "
+            f"(chance {1 / head.d_vocab:.0%})",
         )
         for one in head.through
     ]
@@ -103,8 +122,8 @@ def behaves(head: HeadAnatomy) -> str:
         return "no token of the samples is raised"
     low, high = copying.behaviour_interval
     return (
-        f"{copying.behaviour:+.2f} [{low:+.2f}, {high:+.2f}] on random tokens, "
-        f"chance {copying.behaviour_chance:+.2f}"
+        f"{copying.behaviour:+.2f} [{low:+.2f}, {high:+.2f}] on random tokens (a head that ignores "
+        f"its source {copying.behaviour_chance:+.2f}, one that raises nothing else +1)"
     )
 
 

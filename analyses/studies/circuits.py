@@ -43,13 +43,14 @@ def circuits(
     Args:
         model: the decoder.
         distance: with rotary positions, at which all QK circuits and compositions are taken; None
-            is where each head looks most. Refused with other positions.
+            is where each head's mean score on the sample is highest. Refused with other positions.
         top: token pairs listed of each circuit.
         n: random sequences of the sample.
         seed: of everything drawn.
     Raises:
-        ShapeError: if a count is out of range, a weight is NaN or infinite, or the vocabulary is
-            too small for a sample.
+        ShapeError: if a count is out of range, a weight is NaN or infinite, or the context is too
+            short for a sample.
+        TokenError: if the vocabulary is too small for a sample.
         ConfigError: if `distance` does not apply.
         HookError: if something edits the model's runs.
     """
@@ -95,7 +96,7 @@ def circuits(
             "d_head": config.d_head,
             "copying_random": list(copying[0].random),
             "first_chance": copying[0].first_chance,
-            "compositions": _in_words(found),
+            "compositions": _in_words(found, compositions),
             "composition": _held_against(found)
             | {"out": int(compositions["stands_out"].astype(bool).sum())},
             "pairs": [
@@ -123,11 +124,19 @@ def _rows(frame: pd.DataFrame) -> Iterator[Any]:
     return iter(frame.itertuples())
 
 
-def _in_words(found: tuple[HeadAnatomy, ...]) -> str:
+def _in_words(found: tuple[HeadAnatomy, ...], compositions: pd.DataFrame) -> str:
     """How many compositions stand out, in words; heads that look elsewhere have no common count."""
-    if len({one.distance for one in found}) > 1:
-        return "compositions are taken at the distance where the later head looks most"
-    return summarise_compositions(found[0].compositions).splitlines()[0]
+    if len({one.distance for one in found}) == 1:
+        return summarise_compositions(found[0].compositions).splitlines()[0]
+    held = _held_against(found)
+    if held["bar"] is None or compositions.empty:
+        return "no pair of heads to compare"
+    return (
+        f"{int(compositions['stands_out'].astype(bool).sum())} of {len(compositions)} compositions "
+        f"are above {held['bar']:.3f}, which the largest of {held['compared']} random pairs stays "
+        "under in 95% of models; each is taken at the distance where the later head's mean score "
+        "is highest"
+    )
 
 
 def _held_against(found: tuple[HeadAnatomy, ...]) -> dict[str, Any]:
@@ -169,7 +178,6 @@ def _claims(found: tuple[HeadAnatomy, ...], compositions: pd.DataFrame) -> list[
         for one in head.through[:1]:
             if one.own_first < MOST_TOKENS:
                 continue
-            chance = "" if head.vocab is None else f"; chance {1 / len(head.vocab):.3f}"
             claims.append(
                 measured(
                     f"circuits.{head.name}.matching",
@@ -177,8 +185,9 @@ def _claims(found: tuple[HeadAnatomy, ...], compositions: pd.DataFrame) -> list[
                     "own token",
                     value=one.own_first,
                     unit="share of tokens",
-                    n=1 if head.vocab is None else len(head.vocab),
-                    reason=f"weights alone, the best match of each query token{chance}",
+                    n=head.d_vocab,
+                    reason="weights alone, the best match of each query token; chance "
+                    f"{1 / head.d_vocab:.3f}",
                     where="circuits",
                 )
             )

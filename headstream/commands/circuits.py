@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 import click
 
@@ -64,11 +65,12 @@ def circuits(
         )
     header = ["head", "copying", "own first", "behaviour", "back", "matches through", "reads"]
     low, high = result.details["copying_random"]
+    chance = _span(result.data["behaviour_chance"].values.flat)
     notes = [
         f"copying: eigenvalue score of OV (random heads {low:+.2f} to {high:+.2f}); own first: "
         f"tokens that raise themselves most (chance {result.details['first_chance']:.0%}); "
-        "behaviour: the same asked of runs on random tokens, -1 to 1 (chance "
-        f"{float(result.data['behaviour_chance'].min()):+.2f}); back: "
+        "behaviour: the same asked of runs on random tokens, from -1 to 1 for a head that raises "
+        f"nothing else (one that ignores its source {chance}); back: "
         "distance in tokens that its scores prefer; matches through: tokens whose best match in "
         "what that head wrote is the token itself; reads: earlier heads whose write it reads "
         "through Q, K or V above chance",
@@ -82,6 +84,15 @@ def circuits(
 
 def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.splitlines())
+
+
+def _span(values: Iterable[float]) -> str:
+    """The range of what is known, or one number where it rounds to one."""
+    known = [value for value in values if value == value]
+    if not known:
+        return "unknown"
+    low, high = f"{min(known):+.2f}", f"{max(known):+.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _place(name: str) -> tuple[int, int]:

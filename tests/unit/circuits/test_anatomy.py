@@ -1,5 +1,6 @@
 """One head taken apart: the constructed circuit by hand, planted distances, idle heads, errors."""
 
+import copy
 import json
 from collections.abc import Callable
 
@@ -84,6 +85,36 @@ def test_a_rotary_head_is_taken_where_it_looks_most(model_r: Decoder) -> None:
     assert found.distance == int(found.by_distance.mean("example").values.argmax())
 
 
+def test_where_a_rotary_circuit_was_taken_is_no_preference(model_r: Decoder) -> None:
+    """The highest of many distances is always somewhere; only what stands out is a preference."""
+    found = head_anatomy(model_r, 1, 0, n=4)
+    assert found.preferred_distance is None
+    words = f"keys {found.distance} tokens back (its highest mean score, though no distance stands"
+    assert words in str(found)
+    assert found.distance is not None
+    other = head_anatomy(model_r, 1, 0, n=4, distance=found.distance + 1)
+    assert f"reads (QK), keys {found.distance + 1} tokens back\n" in str(other)
+
+
+def test_each_omission_is_said_once(model_a: Decoder) -> None:
+    found = head_anatomy(model_a, 1, 0, n=4)
+    words = [said.partition(": ")[2] for said in found.caveats]
+    assert len(words) == len(set(words))
+    assert (
+        "QK and OV: the gain and shift of 'blocks.1.ln1' are left out: fold(model) puts them in"
+        in found.caveats
+    )
+
+
+def test_chance_is_known_without_names_of_tokens(constructed: Decoder) -> None:
+    model = copy.deepcopy(constructed)
+    model.vocab = None
+    text = str(head_anatomy(model, 1, 2))
+    assert "best match for 100% of tokens (chance 3%)" in text
+    assert "(by embeddings alone)" in text
+    assert "(a head that ignores its source -1.00, one that raises nothing else +1)" in text
+
+
 def test_a_planted_distance_is_found(build: Build) -> None:
     model = build(
         {
@@ -143,6 +174,6 @@ def test_an_edited_run_is_refused(constructed: Decoder) -> None:
     hooks = [("blocks.0.attn.hook_z", lambda z, hook: z * 0)]
     with (
         constructed.hooks(fwd_hooks=hooks),
-        pytest.raises(HookError, match="cannot take a head apart"),
+        pytest.raises(HookError, match="cannot measure copying: a hook edits"),
     ):
         head_anatomy(constructed, 1, 2)

@@ -1,5 +1,6 @@
 """The circuits of all heads as a result: what it says, what it claims, that it survives a file."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,6 @@ def test_the_constructed_circuit_is_what_it_says(constructed: Decoder) -> None:
 
 
 def test_idle_weights_claim_nothing(constructed: Decoder) -> None:
-    import copy
-
     model = copy.deepcopy(constructed)
     for block in model.blocks:
         block.attn.W_O.data.zero_()
@@ -46,8 +45,20 @@ def test_idle_weights_claim_nothing(constructed: Decoder) -> None:
 
 def test_rotary_models_take_each_head_where_it_looks(model_r: Decoder, tmp_path: Path) -> None:
     result = circuits(model_r)
-    assert "where the later head looks most" in result.details["compositions"]
+    words = result.details["compositions"]
+    assert "where the later head's mean score is highest" in words
+    held = result.details["composition"]
+    assert words.startswith(f"{held['out']} of {held['compared']} compositions are above ")
     assert all(isinstance(card["qk_distance"], int) for card in result.details["cards"])
     again = load_result(result.save(tmp_path / "circuits.json"))
     assert again.summary() == result.summary()
     assert again.details["cards"] == result.details["cards"]
+
+
+def test_without_names_of_tokens_there_are_as_many(constructed: Decoder) -> None:
+    """What was counted is all tokens, whether or not they have names."""
+    model = copy.deepcopy(constructed)
+    model.vocab = None
+    (claim,) = (c for c in circuits(model).claims if c.id == "circuits.L1H2.matching")
+    assert claim.n == 33
+    assert claim.reason.endswith("chance 0.030")
