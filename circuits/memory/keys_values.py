@@ -7,8 +7,8 @@ Keys are columns of W_in (gated: of W_gate too) with the norm's gain folded in, 
 W_out. Geva et al. 2021, "Transformer Feed-Forward Layers Are Key-Value Memories" (arXiv
 2012.14913); the gated form, Shazeer 2020, has two keys a neuron.
 
-`memory_run` rebuilds a run from them, `memory_tokens` reads them in the vocabulary and
-`memory_contexts` by the text that fires them.
+`neuron_run` rebuilds a run from them, `tokens` reads them in the vocabulary and `contexts` by the
+text that fires them.
 """
 
 from __future__ import annotations

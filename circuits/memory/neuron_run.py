@@ -1,6 +1,6 @@
 """An MLP of one run, neuron by neuron: an exact sum, or an error.
 
-    out = sum_i a_i value_i + b_out              a_i rebuilt from the keys (`memory`)
+    out = sum_i a_i value_i + b_out              a_i rebuilt from the keys (`keys_values`)
 
 With the final norm's scale frozen, neuron i adds a_i value_i . W_U[:, o] / scale to logit o. That
 is its direct effect: what later layers make of it counts as theirs.
