@@ -6,10 +6,17 @@ from .kinds import CircuitsResult as CircuitsResult
 from .kinds import DecompositionResult as DecompositionResult
 from .kinds import HeadsResult as HeadsResult
 from .kinds import SinksResult as SinksResult
+from .patching.ablate import ablate as ablate
+from .patching.cut_results import AblationResult as AblationResult
+from .patching.cut_results import FaithfulnessResult as FaithfulnessResult
+from .patching.cut_results import RedundancyResult as RedundancyResult
+from .patching.faithfulness import faithfulness as faithfulness
+from .patching.head_sets import labelled_heads as labelled_heads
 from .patching.patch import patch as patch
 from .patching.path_result import PathResult as PathResult
 from .patching.paths import path_patch as path_patch
 from .patching.result import PatchingResult as PatchingResult
+from .patching.sets import redundant_set as redundant_set
 from .patching.site_sets import At as At
 from .patching.task import Task as Task
 from .result import Provenance as Provenance
