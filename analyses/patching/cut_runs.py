@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class Prompts:
     lengths: Int[Tensor, " example"]
 
 
+@runtime_checkable
 class Score(Protocol):
     """What is read of a run."""
 
