@@ -80,7 +80,7 @@ def ablate(
         >>> from headstream.models import load
         >>> model = load("constructed-or")
         >>> both = {"both": ["L0H0", "L0H2"]}
-        >>> found = ablate(model, Task.for_model(model, n=8), sets=both, progress=False)
+        >>> found = ablate(model, Task.for_model(model, n=16), sets=both, progress=False)
         >>> found.data["causal"].sel(cut="both").item()
         True
     """

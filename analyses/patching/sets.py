@@ -61,7 +61,7 @@ def redundant_set(
         >>> from headstream.analyses import Task
         >>> from headstream.models import load
         >>> model = load("constructed-or")
-        >>> task = Task.for_model(model, n=8)
+        >>> task = Task.for_model(model, n=16)
         >>> redundant_set(model, task, ["L0H0", "L0H1", "L0H2"], progress=False).members
         ['L0H0', 'L0H2']
     """
