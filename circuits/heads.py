@@ -15,7 +15,7 @@ head takes an intervention (`analyses`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,20 +217,35 @@ def _score_pair(
         "duplicate_control": pair.copy,
     }
     copied = {"induction": pair.after_copy, "duplicate_token": pair.copy}
-    scores = _masses(model, pair.control, plain, backend)
-    scores |= _masses(model, pair.repeated, copied, backend)
+    scores = masses_on(model, pair.control, plain, backend)
+    scores |= masses_on(model, pair.repeated, copied, backend)
     chance = {name: float(chance_level(t).mean()) for name, t in (plain | copied).items()}
     return scores, chance
 
 
-def _masses(
+def masses_on(
     model: Decoder, tokens: Tensor, targets: Mapping[str, Targets], backend: str
 ) -> dict[str, Array]:
     """Mass on each set of targets, [sequence, layer, head], a few sequences at a time."""
+    parts: dict[str, list[Array]] = {name: [] for name in targets}
+    for some, patterns in patterns_of(model, tokens, backend):
+        for name, keys in targets.items():
+            masses = [target_mass(pattern, keys[some]).double() for pattern in patterns]
+            parts[name].append(torch.stack(masses, 1).numpy())
+    return {name: np.concatenate(part) for name, part in parts.items()}
+
+
+def patterns_of(
+    model: Decoder, tokens: Tensor, backend: str
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """A few sequences at a time: which, and every layer's pattern of them on the CPU.
+
+    Raises:
+        BackendError: if the scores of a layer overflow.
+    """
     config = model.config
     row = config.n_layers * config.n_heads * tokens.shape[1] ** 2 * 4
     step = max(1, _BYTES // row)
-    parts: dict[str, list[Array]] = {name: [] for name in targets}
     for start in range(0, len(tokens), step):
         some = slice(start, start + step)
         with torch.no_grad():
@@ -240,10 +255,7 @@ def _masses(
         patterns = [acts[f"blocks.{layer}.attn.hook_pattern"] for layer in range(config.n_layers)]
         for layer, pattern in enumerate(patterns):
             check_finite(pattern.sum(), layer)
-        for name, keys in targets.items():
-            masses = [target_mass(p.cpu().float(), keys[some]).double() for p in patterns]
-            parts[name].append(torch.stack(masses, 1).numpy())
-    return {name: np.concatenate(part) for name, part in parts.items()}
+        yield some, [pattern.cpu().float() for pattern in patterns]
 
 
 def assemble_census(
