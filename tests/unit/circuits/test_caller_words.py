@@ -9,7 +9,7 @@ import torch
 
 from headstream import circuits
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ConfigError, HeadstreamError, ShapeError
+from headstream.models.errors import ConfigError, ExactnessError, HeadstreamError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -135,3 +135,12 @@ def test_rows_of_any_kind(model_a: Decoder) -> None:
     assert found["row"].values.tolist() == [3, 1]
     with pytest.raises(ShapeError, match=r"rows must be whole numbers in \[0, 20\), got True"):
         circuits.top_per_row(circuit, 1, rows=[True])
+
+
+def test_infinite_weights_are_no_exact_sum(model_a: Decoder) -> None:
+    """A score of -inf looks masked, and an infinite bound holds for everything."""
+    with torch.no_grad():
+        model_a.blocks[1].attn.b_Q[0, 0] = -torch.inf
+        model_a.blocks[1].attn.b_K[0, 0] = 100.0
+    with pytest.raises(ExactnessError, match="the terms do not sum to the scores of L1H0"):
+        circuits.score_terms(model_a, TOKENS, 1, 0)
