@@ -73,7 +73,7 @@ def fold(
             vectors are added after the norm and would be scaled with it; a shift into a gated MLP,
             whose gate has no bias to take it; readers or writers to be centred with another norm
             than LayerNorm, which does not remove the mean; `value_bias` with a mask that leaves
-            a query without a key.
+            a query without a key; a folded weight that the model's dtype cannot hold.
         ConfigError: if `norms` or `centre` is not one of those named.
         ShapeError: if the mask is none.
     Source:
@@ -121,7 +121,15 @@ def fold(
 def _rebuilt(model: Decoder, weights: Weights) -> Decoder:
     """A model of these weights with all that `model` carries beside its own."""
     config = _config_of(weights, model.config)
-    folded = build(config, {name: tensor.to(model.dtype) for name, tensor in weights.items()})
+    narrow = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
+    for name, tensor in narrow.items():
+        if bool((weights[name].isfinite() & ~tensor.isfinite()).any()):
+            raise ExactnessError(
+                f"{name} is over {torch.finfo(model.dtype).max:.3g} after folding, more than "
+                f"{model.dtype} holds",
+                hint="fold the model in a wider dtype",
+            )
+    folded = build(config, narrow)
     folded.to(model.device)
     folded.name = f"{model.name} (folded)"
     folded.vocab = model.vocab

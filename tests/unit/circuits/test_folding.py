@@ -280,3 +280,17 @@ def test_refusals() -> None:
         fold(decoder(), centre="reader")
     with pytest.raises(ConfigError, match=r"centre must be .* got 'all'"):
         fold(decoder(), centre=["all", "writers"])
+
+
+def test_a_folded_weight_that_does_not_fit_its_dtype_is_refused(build: Any) -> None:
+    model = build({}, dtype=torch.float16)
+    with torch.no_grad():
+        model.blocks[1].ln1.w.fill_(300.0)
+        model.blocks[1].attn.W_K.fill_(300.0)
+    with pytest.raises(
+        ExactnessError,
+        match=r"blocks\.1\.attn\.W_K is over 6\.55e\+04 after folding, more than torch\.float16 "
+        "holds; fold the model in a wider dtype",
+    ):
+        fold(model)
+    fold(model, norms="final")
