@@ -20,7 +20,7 @@ from torch import Tensor
 from headstream.models.arguments import check_count
 from headstream.models.errors import ConfigError, ShapeError, nearest
 from headstream.models.hooks import capture
-from headstream.models.norms import LayerNorm, NoNorm
+from headstream.models.norms import LayerNorm, NoNorm, RMSNorm, make_norm
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -39,6 +39,9 @@ def logit_lens(
     backend: str | None = None,
 ) -> xr.DataArray | xr.Dataset:
     """Logits read off the stream before every layer, and at the end.
+
+    Hooks and interventions act on the run, and of an edited run the lens shows the edited stream;
+    hooks on `ln_final` itself are not called for the readings, and an edit there is not in them.
 
     Args:
         model: the decoder.
@@ -98,8 +101,9 @@ def logit_lens(
         )
         frozen = acts.pop("ln_final.hook_scale", None) if scale == "frozen" else None
         rows, ids = [], []
+        norm = _bare_norm(model)
         for name in streams.values():
-            logits = _read(model, acts[name], frozen)
+            logits = _read(model, norm, acts[name], frozen)
             if top is not None:
                 logits, kept = logits.topk(top, dim=-1)
                 ids.append(_array(kept))
@@ -119,13 +123,20 @@ def logit_lens(
     )
 
 
+def _bare_norm(model: Decoder) -> LayerNorm | RMSNorm | NoNorm:
+    """The final norm with no hook on it."""
+    norm = make_norm(model.config).to(device=model.device, dtype=model.dtype)
+    norm.load_state_dict(model.ln_final.state_dict())
+    return norm
+
+
 def _read(
     model: Decoder,
+    norm: LayerNorm | RMSNorm | NoNorm,
     stream: Float[Tensor, "example pos d_model"],
     frozen: Float[Tensor, "example pos 1"] | None,
 ) -> Float[Tensor, "example pos d_vocab"]:
     """The final norm, by its own statistics or a given scale, then the unembedding."""
-    norm = model.ln_final
     if frozen is None:
         normalized = norm(stream)
     else:

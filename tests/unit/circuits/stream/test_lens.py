@@ -115,6 +115,29 @@ def test_half_precision_is_widened_for_numpy() -> None:
     assert lens.dtype == np.float32
 
 
+def test_of_an_edited_run_the_edited_stream_and_no_hook_on_the_readings() -> None:
+    model, calls = decoder(), []
+    plain = logit_lens(model, TOKENS)
+
+    def halve(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+        return tensor / 2
+
+    def count(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+        calls.append(hook.name)
+        return tensor * 3
+
+    with model.hooks(fwd_hooks=[("blocks.0.hook_attn_out", halve)]):
+        edited = logit_lens(model, TOKENS)
+        logits = model(TOKENS).detach()
+    np.testing.assert_array_equal(edited.sel(layer="0_pre"), plain.sel(layer="0_pre"))
+    assert float(np.abs(edited - plain).sel(layer="1_pre").max()) > 1e-3
+    np.testing.assert_allclose(edited.sel(layer="final_post"), logits, rtol=0, atol=1e-12)
+    with model.hooks(fwd_hooks=[("ln_final.hook_normalized", count)]):
+        found = logit_lens(model, TOKENS)
+    assert calls == ["ln_final.hook_normalized"]  # of the run itself
+    np.testing.assert_array_equal(found, plain)
+
+
 def test_unknown_scale_and_top() -> None:
     with pytest.raises(ConfigError, match="scale must be 'own' or 'frozen', got 'froze'; nearest"):
         logit_lens(decoder(), TOKENS, scale="froze")
