@@ -1,6 +1,6 @@
 """Is a sweep that is killed again and again the sweep that was left alone?
 
-    python benchmarks/kill_sweep.py [--kills 20] [--pairs 32]
+    python benchmarks/kill_sweep.py [--kills 20] [--pairs 24]
 
 One sweep (z by position, 4 layers x 8 heads x 64 positions, d_model 256) is run without
 interruption. Then it is begun again in a resume folder and ended by SIGKILL at random moments,
@@ -86,7 +86,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def finished(folder: Path) -> dict[str, int]:
     """Finished blocks, and when each was written."""
-    return {p.name: p.stat().st_mtime_ns for p in (folder / "blocks").glob("*.safetensors")}
+    return {p.name: p.stat().st_mtime_ns for p in (folder / "blocks").glob("*.block")}
 
 
 def group_ends(group: int) -> bool:
@@ -204,7 +204,7 @@ def main(kills: int, pairs: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--child")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--resume")

@@ -112,7 +112,7 @@ def run_sweep(
         opened = open_sweep(model, plan, engine)
         if check is not None:
             check(opened.base)
-        passes = {
+        passes: dict[str, np.ndarray] = {
             kind: np.full((metrics, grid.size, n), np.nan)
             for kind in dict.fromkeys(block.kind for block in work)
         }

@@ -79,7 +79,8 @@ def sweep_cost(
             for _ in range(2)
         )
         opened = open_sweep(model, plan, engine)
-        began, tried = time.perf_counter(), []
+        tried: list[float] = []
+        began = time.perf_counter()
         for block in some:
             took = _seconds(lambda: opened.run(block), model.device)  # noqa: B023
             if not tried and took < _ENOUGH / 10:

@@ -1,7 +1,8 @@
 """The resume folder of a long sweep: a manifest, and one file a finished block.
 
     manifest.json              what is swept, as plain values, and the hash that names it
-    blocks/000012.safetensors  effects [metric, cell, example] of block 12, float64
+    blocks/000012.block        effects [metric, cell, example] of block 12: one line of JSON that
+                               says what they are, then float64, little-endian, in C order
     model/                     the model, once workers need it
 
 Every file is written beside its place and moved there, so a kill leaves whole files or none. A
@@ -17,14 +18,12 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from jaxtyping import Float
 
 from headstream.analyses.patching.plan_values import plan_to_values
@@ -36,6 +35,7 @@ SCHEMA = "headstream.sweep/1"
 MANIFEST = "manifest.json"
 MODEL = "model"
 _BLOCKS = "blocks"
+_SUFFIX = ".block"
 # Seconds after which a file that was never moved into place is a killed run's.
 _STALE = 60.0
 
@@ -131,8 +131,8 @@ class SweepStore:
         """
         metrics, n = shape
         for block in work:
-            found = self._read(block.index)
-            if found is not None and found.shape == (metrics, len(block.cells), n):
+            found = self._read(block.index, (metrics, len(block.cells), n))
+            if found is not None:
                 yield block, found
 
     def add(self, block: Block, effects: Float[np.ndarray, "metric cell example"]) -> None:
@@ -141,18 +141,22 @@ class SweepStore:
         Raises:
             SweepError: if the disk is full or cannot be written; what is there stays.
         """
-        values = np.ascontiguousarray(effects, dtype=np.float64)
+        data = np.ascontiguousarray(effects, dtype="<f8").tobytes()
+        head = self._head(block.index, effects.shape, data)
+        self._write(self._path(block.index), head + data, f"block {block.index}")
+
+    def _head(self, index: int, shape: Sequence[int], data: bytes) -> bytes:
         labels = {
             "sweep": self.sha256,
-            "block": str(block.index),
-            "sha256": hashlib.sha256(values.tobytes()).hexdigest(),
+            "block": index,
+            "shape": list(shape),
+            "sha256": hashlib.sha256(data).hexdigest(),
         }
-        data = safetensors.numpy.save({"effects": values}, labels)
-        self._write(self._path(block.index), data, f"block {block.index}")
+        return json.dumps(labels).encode("ascii") + b"\n"
 
     def count(self) -> int:
         """How many blocks have a file."""
-        return sum(1 for _ in (self.folder / _BLOCKS).glob("*.safetensors"))
+        return sum(1 for _ in (self.folder / _BLOCKS).glob(f"*{_SUFFIX}"))
 
     def save_model(self, model: Decoder) -> None:
         """Put the model where workers find it, once.
@@ -165,19 +169,18 @@ class SweepStore:
             model.save(target)
 
     def _path(self, index: int) -> Path:
-        return self.folder / _BLOCKS / f"{index:06}.safetensors"
+        return self.folder / _BLOCKS / f"{index:06}{_SUFFIX}"
 
-    def _read(self, index: int) -> np.ndarray | None:
+    def _read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray | None:
         """The numbers of a block, or None if its file is missing, damaged or not this sweep's."""
         try:
-            with safetensors.safe_open(self._path(index), framework="numpy") as stored:
-                labels = stored.metadata() or {}
-                values: np.ndarray = stored.get_tensor("effects")
-        except (OSError, safetensors.SafetensorError):
+            head, _, data = self._path(index).read_bytes().partition(b"\n")
+        except OSError:
             return None
-        whole = hashlib.sha256(values.tobytes()).hexdigest()
-        expected = {"sweep": self.sha256, "block": str(index), "sha256": whole}
-        return values if labels == expected and values.dtype == np.float64 else None
+        # What it must say of these numbers is known; nothing in the file is believed.
+        if head + b"\n" != self._head(index, shape, data) or len(data) != 8 * np.prod(shape):
+            return None
+        return np.frombuffer(data, dtype="<f8").reshape(shape).astype(np.float64)
 
     def _write(self, path: Path, data: bytes, what: str) -> None:
         # Not a temporary file of the system's: those only their owner may read.

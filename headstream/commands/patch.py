@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 # What the analyses know by these names; a test compares them, since importing them loads torch.
-SITES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "z", "q", "k", "v")
-SITES += ("pattern", "mlp_post")
+SITES = (
+    *("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"),
+    *("z", "q", "k", "v", "pattern", "mlp_post"),
+)
 METRICS = ("logit_difference", "log_prob", "prob", "kl", "loss")
 DIRECTIONS = ("denoise", "noise")
 VALUES = ("pair", "zero", "mean", "resample")

@@ -318,7 +318,7 @@ def test_progress_starts_where_the_folder_stands(
     cells = 3 * plan.grid(model.config).size
     run_sweep(model, plan, resume=tmp_path)
     gone = blocks(plan, model.config)[2]
-    (tmp_path / "blocks" / f"{gone.index:06}.safetensors").unlink()
+    (tmp_path / "blocks" / f"{gone.index:06}.block").unlink()
     run_sweep(model, plan, resume=tmp_path)
     assert [bar["initial"] for bar in bars] == [0, cells - len(gone.cells)]
     assert [bar["total"] for bar in bars] == [cells, cells]

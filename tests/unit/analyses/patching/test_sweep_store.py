@@ -64,7 +64,7 @@ def test_nothing_in_the_folder_is_pickled(model: Decoder, task: Task, tmp_path: 
     store = begun(tmp_path, model, SweepPlan(task, "z"))
     store.save_model(model)
     kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    assert kinds == {".json", ".safetensors"}
+    assert kinds == {".json", ".safetensors", ".block"}
 
 
 def other_weights(model: Decoder) -> Decoder:
@@ -205,7 +205,7 @@ class TestAnotherSweep:
         one, other = SweepPlan(task, "z"), SweepPlan(task, "z", seed=1)
         begun(tmp_path / "one", model, one)
         begun(tmp_path / "other", model, other)
-        name = "blocks/000000.safetensors"
+        name = "blocks/000000.block"
         (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
         store = opened(tmp_path / "one", model, one)
         assert list(store.finished(blocks(one, model.config), (2, 4))) == []
@@ -261,7 +261,7 @@ class TestTheFolder:
         store = opened(tmp_path, model, SweepPlan(task, "z"))
         left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not p.is_dir()}
         # What was written a moment ago may be another process's.
-        assert left == {"manifest.json", "blocks/000000.safetensors", "blocks/.c.part"}
+        assert left == {"manifest.json", "blocks/000000.block", "blocks/.c.part"}
         assert store.count() == 1
 
 
