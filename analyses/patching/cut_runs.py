@@ -173,7 +173,7 @@ class CutRuns:
 
     def effect(self, heads: Sequence[Head]) -> Float[np.ndarray, " example"]:
         """Score with the heads cut, minus the uncut one; NaN for a prompt without a partner."""
-        moved = self._scored(heads, self._given) - self.base
+        moved: np.ndarray = self._scored(heads, self._given) - self.base
         if self._values == "resample" and heads:
             moved[(self._partners < 0).numpy()] = np.nan
         return moved

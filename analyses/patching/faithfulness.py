@@ -106,7 +106,8 @@ def faithfulness(
     sets += [cut for other in others for cut in (_rest(everything, other), other)]
     bar = tqdm(sets, desc="cuts", disable=None if progress else True)
     scores = np.stack([runs.effect(cut) for cut in bar]) + runs.base
-    full, empty, kept, without = runs.base, *scores[:3]
+    full = runs.base
+    empty, kept, without = scores[0], scores[1], scores[2]
     random_kept, random_without = scores[3::2], scores[4::2]
     present = np.isfinite(empty)
     gap, refused = describe_gap((full - empty)[present], opened.metric.unit, seed=seed)

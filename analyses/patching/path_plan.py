@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
@@ -106,7 +105,7 @@ class Paths(Protocol):
         base: by run (`clean`, `corrupted`), its metrics [metric, example].
     """
 
-    base: Mapping[str, Float[np.ndarray, "metric example"]]
+    base: dict[str, Float[np.ndarray, "metric example"]]
 
     def run(self, kind: Pass) -> Float[np.ndarray, "metric sender receiver place example"]:
         """metric(patched) - metric(the run patched into); NaN where there is no path.

@@ -106,7 +106,8 @@ def _written(
     chosen, units = change[:, :, receiver.units], weight[receiver.units]
     written = torch.einsum("prud,ude->pure", chosen, units)
     mid = band.at_rows(spread.base.mid[index], rows)[:, None] + written
-    return layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
+    out: Tensor = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
+    return out
 
 
 def _at(change: Tensor, rows: Int[Tensor, "run row"]) -> Float[Tensor, "run row d_model"]:

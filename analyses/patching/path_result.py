@@ -65,6 +65,7 @@ class PathResult(PatchingResult):
             what = f"largest {largest.worded(refused, unit)}"
             what = what if largest.mean else "every effect is zero"
             return f"{none}; {what}{self._untold(cells)} (n = {n})"
+        groups: dict[float | None, list[Cell]]
         if refused:
             groups = {None: causal}
         else:
@@ -166,7 +167,7 @@ def path_claims(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ..
 
 
 def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
-    refused = details["normalized_refused"] is not None
+    refused = details["normalized_refused"] is not None or not np.isfinite(cell.normalized)
     unit = details["metric"]["unit"]
     value, ends = (
         (cell.mean, cell.interval) if refused else (cell.normalized, cell.normalized_interval)

@@ -17,13 +17,12 @@ Everything is in real positions, as in the suffix engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from headstream.analyses.patching.measured import measure
 from headstream.analyses.patching.path_hooks import sender_hook, writes
@@ -55,20 +54,22 @@ class PathSweep:
 
     Args:
         model: the decoder, without hooks or edits.
-        bar: told how many paths are done.
+        advance: told how many more paths are done.
     Attributes:
         base: by run (`clean`, `corrupted`), its metrics [metric, example].
     Raises:
         HookError: if hooks or edits are on the model, which this engine would not see.
     """
 
-    def __init__(self, model: Decoder, plan: PathPlan, bar: tqdm[None] | None = None) -> None:
+    def __init__(
+        self, model: Decoder, plan: PathPlan, advance: Callable[[int], object] | None = None
+    ) -> None:
         if model.hooks_active() or any(block.attn.edits for block in model.blocks):
             raise HookError(
                 "engine 'suffix' computes a model as it is, and hooks or edits are on this one",
                 hint="use engine='hooks', or take them off",
             )
-        self._model, self._plan, self._bar = model, plan, bar
+        self._model, self._plan, self._advance = model, plan, advance
         task = plan.task
         device = model.device
         self._read = task.answer_pos.to(device)
@@ -106,8 +107,8 @@ class PathSweep:
                     for i, s in enumerate(senders[:last]):
                         if kind != "self" or s == plan.first_senders[receiver.indices[0]]:
                             found[:, s, receiver.indices, p] = moved[:, i]
-                    if self._bar is not None:
-                        self._bar.update(last * len(receiver.indices))
+                    if self._advance is not None:
+                        self._advance(last * len(receiver.indices))
         return found
 
     def _parts(self, kind: str, each: int) -> Iterator[list[int]]:

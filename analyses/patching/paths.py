@@ -129,7 +129,9 @@ def _path_patch(
     count = len(plan.paths) * len(plan.places)
     with tqdm(total=2 * count, desc="patch paths", disable=None if progress else True) as bar:
         sweep: Paths
-        sweep = PathSweep(model, plan, bar) if engine == "suffix" else HookedPaths(model, plan)
+        sweep = (
+            PathSweep(model, plan, bar.update) if engine == "suffix" else HookedPaths(model, plan)
+        )
         clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
         rounding = 4 * torch.finfo(model.dtype).eps * float(np.abs([clean, corrupted]).max())
         _check_gap(task, clean, corrupted, rounding)
