@@ -5,6 +5,7 @@ from .kinds import AuditResult as AuditResult
 from .kinds import CircuitsResult as CircuitsResult
 from .kinds import DecompositionResult as DecompositionResult
 from .kinds import HeadsResult as HeadsResult
+from .kinds import InductionResult as InductionResult
 from .kinds import SinksResult as SinksResult
 from .patching.ablate import ablate as ablate
 from .patching.cut_results import AblationResult as AblationResult
@@ -26,5 +27,6 @@ from .stored import load_result as load_result
 from .studies.circuits import circuits as circuits
 from .studies.heads import heads as heads
 from .studies.heads import long_heads as long_heads
+from .studies.induction import induction as induction
 from .studies.sinks import sinks as sinks
 from .studies.writes import direct_writes as direct_writes

@@ -12,6 +12,11 @@ sinks          sink_mass (and _low, _high), sink_rate, value_drain, written_drai
                mass_by_position (layer, head, position)   peak (layer)
                effect (and _low, _high, _p, _control, _causal) (cut, layer, head)
                together (likewise) (cut)   effects, together_effects (..., example)
+induction      induction (and _low, _high), position_control, content_control (distance, layer,
+               head)   chance (distance)   label, candidate, member, copying (layer, head)
+               gapped (and _low, _high, _control), fixed (and _low, _high), fixed_distance,
+               alone (and _low, _high, _p, _control), restored (and _low, _high) (layer, head)
+               joint (example), where there are candidates; in details["joint"] its test
 """
 
 from __future__ import annotations
@@ -191,3 +196,43 @@ class SinksResult(Result):
             else f"sink rate {details['rate']:.1f}% {at}"
         )
         return f"{words}; {rate}; {cut} (n = {n})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InductionResult(Result):
+    """Heads that continue repeats by content, those that only seem to, and what cuts say."""
+
+    kind: ClassVar[str] = "induction"
+
+    def found(self, label: str) -> list[str]:
+        """Heads with this label, as "L1H4"."""
+        places = np.argwhere(self.data["label"].transpose("layer", "head").values == label)
+        return [head_name(int(layer), int(head)) for layer, head in places]
+
+    def summary(self) -> str:
+        joint, n = self.details["joint"], self.details["n"]
+        shown, seen = self.found("induction head"), self.found("induction pattern")
+        words = []
+        if shown:
+            many = len(shown) > 1
+            words.append(
+                f"{_some(shown)} {'are induction heads' if many else 'is an induction head'}"
+            )
+        else:
+            words.append("no induction head")
+        if joint is not None:
+            cut = "together" if len(joint["heads"]) > 1 else "alone"
+            words[-1] += (
+                f": cut {cut} {joint['mean']:+.2f} nats on what repeats predict "
+                f"[{joint['low']:.2f}, {joint['high']:.2f}]"
+            )
+        if seen:
+            words.append(f"{_some(seen)} only by the pattern")
+        for label, verbs, what in (
+            ("fixed-distance copier", ("copy", "copies"), "from a fixed distance"),
+            ("fixed-distance", ("look", "looks"), "a fixed distance back"),
+        ):
+            heads = self.found(label)
+            if heads:
+                words.append(f"{_some(heads)} {verbs[len(heads) == 1]} {what}")
+        return f"{'; '.join(words)} (n = {n})"

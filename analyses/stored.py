@@ -38,6 +38,7 @@ _KINDS = {
     "faithfulness": "headstream.analyses.patching.cut_results:FaithfulnessResult",
     "circuits": "headstream.analyses.kinds:CircuitsResult",
     "sinks": "headstream.analyses.kinds:SinksResult",
+    "induction": "headstream.analyses.kinds:InductionResult",
 }
 
 
@@ -96,6 +97,14 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
         "rate": (int, float, type(None)),
         "margin": (int, float),
     },
+    "induction": {
+        "n": int,
+        "distances": list,
+        "block": int,
+        "gapped": dict,
+        "loss": dict,
+        "joint": (dict, type(None)),
+    },
 }
 # And of the arrays.
 _ARRAYS = {
@@ -117,6 +126,12 @@ _ARRAYS = {
         *("qk_rank", "ov_rank", "distance", "distance_excess"),
     ),
     "sinks": ("sink_mass", "sink_mass_low", "effect_causal"),
+    "induction": (
+        *("induction", "induction_low", "induction_high", "position_control", "content_control"),
+        *("chance", "label", "gapped", "gapped_low", "gapped_high", "gapped_control", "fixed"),
+        *("fixed_low", "fixed_high", "fixed_distance", "copying", "alone", "alone_low"),
+        *("alone_high", "alone_p", "restored", "restored_low", "restored_high"),
+    ),
 }
 
 

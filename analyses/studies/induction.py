@@ -1,0 +1,380 @@
+"""Which heads continue repeats by content? Found by pattern, labelled by what cutting them costs.
+
+    1. pattern    at every distance and at random gaps, clear of chance, of the position control and
+                  of the content control (`circuits.induction_scores`): the candidates
+    2. cut        candidates together, alone, all but one, on sequences of their own
+    3. label      "induction head" takes both; a pattern alone is an "induction pattern"
+
+A head that looks back one distance, whatever stands there, is a "fixed-distance copier"; without an
+OV circuit that copies, "fixed-distance". All other labels are the census'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from torch import Generator
+
+from headstream.analyses.evidence import Claim, Evidence, measured, unknown
+from headstream.analyses.kinds import InductionResult
+from headstream.analyses.patching.inference import ALPHA
+from headstream.analyses.result import Provenance
+from headstream.analyses.studies.repeat_cuts import RepeatCuts, RepeatRuns, cut_on_repeats
+from headstream.circuits.gapped_repeats import fewest_tokens, plan_gaps
+from headstream.circuits.heads import HeadCensus, score_heads
+from headstream.circuits.induction_scores import InductionScores, score_induction
+from headstream.circuits.labels import LABEL_MARGIN, percentile_interval
+from headstream.circuits.qk_ov.copying import copying_score
+from headstream.circuits.repeats import LONGEST, RepeatPlan, draw_orders, plan_repeats
+from headstream.models.arguments import check_count, check_seed
+from headstream.models.config import DecoderConfig
+from headstream.models.decoder import Decoder
+from headstream.models.errors import ShapeError
+from headstream.models.names import head_name
+
+HEAD, PATTERN, COPIER, FIXED = (
+    "induction head",
+    "induction pattern",
+    "fixed-distance copier",
+    "fixed-distance",
+)
+DEFINITIONS = {
+    "induction": "mean attention to the token after the earlier copy of the query's token, over "
+    "the second occurrence of a random block",
+    "position control": "attention to the same positions when the second block is other tokens",
+    "content control": "attention as far back when the block recurs at another distance",
+    "random gaps": "as induction, in one text whose block recurs after gaps of random length; a "
+    "query's earlier copies all count, so an ideal head scores 1",
+    "fixed distance": "on random tokens, the distance d at which attention d - 1 back is largest, "
+    "and how far above chance it is there: what the usual test takes for induction",
+    "copying": "sum of the eigenvalues of W_E W_V W_O W_U over the sum of their moduli",
+    "alone": "change of the loss on what a repeat predicts when the head is cut",
+    "restored": "share of what cutting all candidates takes that the head gives back, restored "
+    "alone",
+}
+
+
+def induction(
+    model: Decoder,
+    *,
+    n: int = 64,
+    seed: int = 0,
+    distances: Sequence[int] | None = None,
+    length: int | None = None,
+) -> InductionResult:
+    """Find the heads that continue repeats by content, and those that only seem to.
+
+    Args:
+        model: the decoder.
+        n: sequences of each kind, at least 2; CAUSAL takes 6.
+        seed: of everything that is drawn.
+        distances: of the repeats in tokens; None spreads up to four over `length`.
+        length: tokens of the longest sequences, BOS included; None is the length that the model was
+            trained on, or its context, and at most 128. No sequence draws a token twice within a
+            block or gap, so single distances go no farther than the vocabulary.
+    Returns:
+        `InductionResult`: a candidate is an "induction head" when cutting all candidates together
+        is CAUSAL by the one rule (more loss on what repeats predict, and more than where nothing
+        repeats) and the head, restored alone, takes back a fifth of that, or cut alone is CAUSAL
+        and takes a fifth.
+    Raises:
+        ShapeError, TokenError: if no repeat fits, or an argument is out of range; for weights that
+            are NaN or infinite.
+        BackendError: if scores overflow.
+    Source:
+        Olsson et al. 2022 (prefix matching, copying, ablation). The distances, both controls and
+        the joint cut are ours: a head that copies from a fixed distance passes the usual test, and
+        redundant heads pass an ablation one by one.
+    Example:
+        >>> from headstream.models import load
+        >>> induction(load("constructed-induction"), n=8).found("induction head")
+        ['L1H2']
+    """
+    n, seed = check_count("n", n, least=2, of="sequences"), check_seed(seed)
+    plan, length = _plan(model.config, distances, length)
+    census = score_heads(model, n=n, seed=seed, distances=plan.distances, length=plan.length)
+    generator = Generator().manual_seed(seed)
+    orders = draw_orders(plan, n, generator)
+    scores = score_induction(model, plan, orders, length=length, generator=generator)
+    follows = scores.follows_content(seed=seed)
+    candidates = [(int(layer), int(head)) for layer, head in np.argwhere(follows)]
+    # Orders of their own: those that chose the candidates must not judge them.
+    runs = RepeatRuns(model, plan, draw_orders(plan, n, generator))
+    cuts = cut_on_repeats(model, runs, candidates, seed=seed) if candidates else None
+    data = _arrays(census, scores, cuts, seed)
+    random = copying_score(model, top=(), seed=seed)
+    copying_high = float(random["random_high"])
+    data["label"] = (
+        ("layer", "head"),
+        _labels(census, scores, data, copying_high, seed),
+    )
+    gaps = plan_gaps(model.config, length)
+    details = {
+        "definitions": DEFINITIONS,
+        "n": n,
+        "seed": seed,
+        "distances": list(plan.distances),
+        "block": plan.length,
+        "length": length,
+        "gapped": {
+            "block": gaps.block,
+            "longest_gap": gaps.longest_gap,
+            "chance": scores.gapped_chance,
+        },
+        "farthest": scores.farthest,
+        "margin": LABEL_MARGIN,
+        "alpha": ALPHA,
+        "copying_random": [float(random["random_low"]), copying_high],
+        "loss": {
+            "repeats": float(runs.loss.mean()),
+            "control": float(runs.control_loss.mean()),
+        },
+        "joint": _joint(cuts),
+        "notes": _notes(model, plan, scores, length),
+    }
+    result = InductionResult(
+        title=f"Induction in {model.name}",
+        data=data,
+        provenance=Provenance.of(model, seed=seed),
+        details=details,
+    )
+    return replace(result, claims=tuple(_claims(result)))
+
+
+def _plan(
+    config: DecoderConfig, distances: Sequence[int] | None, length: object
+) -> tuple[RepeatPlan, int]:
+    """Single distances, and the length of the sequences with random gaps."""
+    least = fewest_tokens(config)
+    if length is None:
+        chosen = min(config.n_train or config.n_ctx, config.n_ctx, LONGEST)
+        chosen = min(max(chosen, least), config.n_ctx)
+    else:
+        chosen = check_count("length", length, of="tokens")
+    if not least <= chosen <= config.n_ctx:
+        raise ShapeError(
+            f"length={chosen} is out of range: repeats at random gaps take at least {least} "
+            f"tokens, and the model holds n_ctx={config.n_ctx}"
+        )
+    if distances is not None:
+        return plan_repeats(config, distances), chosen
+    return plan_repeats(replace(config, n_ctx=chosen, n_train=None)), chosen
+
+
+def _arrays(
+    census: HeadCensus, scores: InductionScores, cuts: RepeatCuts | None, seed: int
+) -> xr.Dataset:
+    site, by_distance = ("layer", "head"), ("distance", "layer", "head")
+    low, high = percentile_interval(scores.induction.swapaxes(0, 1), seed=seed)
+    gapped_low, gapped_high = percentile_interval(scores.gapped, seed=seed)
+    fixed_low, fixed_high = percentile_interval(scores.fixed, seed=seed)
+    shape = scores.fixed_distance.shape
+    arrays: dict[str, Any] = {
+        "induction": (by_distance, scores.induction.mean(1)),
+        "induction_low": (by_distance, low),
+        "induction_high": (by_distance, high),
+        "position_control": (by_distance, scores.position_control.mean(1)),
+        "content_control": (by_distance, scores.content_control.mean(1)),
+        "chance": (("distance",), scores.chance),
+        "gapped": (site, scores.gapped.mean(0)),
+        "gapped_low": (site, gapped_low),
+        "gapped_high": (site, gapped_high),
+        "gapped_control": (site, scores.gapped_control.mean(0)),
+        "fixed": (site, scores.fixed.mean(0)),
+        "fixed_low": (site, fixed_low),
+        "fixed_high": (site, fixed_high),
+        "fixed_distance": (site, scores.fixed_distance),
+        "copying": (site, census.data["value"].sel(score="copying").values),
+        "candidate": (site, scores.follows_content(seed=seed)),
+    }
+    for name in ("alone", "restored"):
+        for end in ("", "_low", "_high", *(("_p", "_control") if name == "alone" else ())):
+            values = np.full(shape, np.nan)
+            if cuts is not None:
+                values[tuple(np.transpose(cuts.heads))] = getattr(cuts, name + end)
+            arrays[name + end] = (site, values)
+    member = np.zeros(shape, dtype=bool)
+    if cuts is not None:
+        member[tuple(np.transpose(cuts.heads))] = cuts.members
+        arrays["joint"] = (("example",), cuts.joint)
+    arrays["member"] = (site, member)
+    layers, heads = shape
+    coords = {
+        "distance": list(census.distances),
+        "layer": np.arange(layers),
+        "head": np.arange(heads),
+        "example": np.arange(census.n),
+    }
+    return xr.Dataset(arrays, coords)
+
+
+def _labels(
+    census: HeadCensus,
+    scores: InductionScores,
+    data: xr.Dataset,
+    copying_high: float,
+    seed: int,
+) -> np.ndarray:
+    """[layer, head] of strings; see the module."""
+    labels = census.data["label"].values.astype(object)
+    # The census asks for less: it has no random gaps and no content at another distance.
+    labels[labels == PATTERN] = "none"
+    copies = data["copying"].values > copying_high
+    free = np.isin(labels, ("none", "sink")) & scores.follows_distance(seed=seed)
+    labels[free & copies], labels[free & ~copies] = COPIER, FIXED
+    labels[data["candidate"].values] = PATTERN
+    labels[data["member"].values] = HEAD
+    return labels.astype(np.str_)
+
+
+def _joint(cuts: RepeatCuts | None) -> dict[str, Any] | None:
+    """The joint cut as plain values."""
+    if cuts is None:
+        return None
+    return {
+        "heads": [head_name(*head) for head in cuts.heads],
+        "mean": float(cuts.joint.mean()),
+        "low": cuts.joint_low,
+        "high": cuts.joint_high,
+        "p": cuts.joint_p,
+        "control": cuts.joint_control,
+        "failed": list(cuts.joint_failed),
+        "random": {
+            "sets": len(cuts.random),
+            "mean": float(cuts.random.mean()) if len(cuts.random) else None,
+            "largest": float(cuts.random.max()) if len(cuts.random) else None,
+        },
+        "self_cut_max": cuts.self_cut,
+        "self_cut_bound": cuts.self_bound,
+    }
+
+
+def _notes(model: Decoder, plan: RepeatPlan, scores: InductionScores, length: int) -> list[str]:
+    notes = [*plan.notes]
+    if plan.bos is None:
+        notes.append("the model has no BOS, and is measured without one")
+    if len(plan.distances) < 2:
+        notes.append("with one distance there is no content control")
+    reach = min(model.config.n_ctx, len(plan.content)) - (plan.bos is not None)
+    if scores.farthest < reach // 2:
+        notes.append(f"distances beyond {scores.farthest} were not looked at for fixed ones")
+    if model.config.n_train is not None and length > model.config.n_train:
+        notes.append(f"the model was trained on {model.config.n_train} positions, fewer than these")
+    return notes
+
+
+def _claims(result: InductionResult) -> list[Claim]:
+    data, details = result.data, result.details
+    n, joint = int(details["n"]), details["joint"]
+    claims: list[Claim] = []
+    if joint is None:
+        best = data["induction"].min("distance")
+        claims.append(
+            measured(
+                "induction.none",
+                "no head looks for what followed an earlier copy at every distance",
+                value=float(best.max()),
+                unit="attention mass, the best head's least",
+                n=n,
+                reason=f"chance {float(data['chance'].mean()):.3f}; loss on what repeats predict "
+                f"{details['loss']['repeats']:.2f} nats",
+                where="induction",
+            )
+        )
+    else:
+        claims.append(_set_claim(joint, n))
+    for layer in data["layer"].values.tolist():
+        for head in data["head"].values.tolist():
+            cell = data.sel(layer=layer, head=head)
+            label, name = str(cell["label"].item()), head_name(layer, head)
+            if label in (HEAD, PATTERN):
+                claims.append(_head_claim(cell, name, joint, n, shown=label == HEAD))
+            elif label in (COPIER, FIXED):
+                claims.append(_fixed_claim(cell, name, n, copies=label == COPIER))
+    return claims
+
+
+def _set_claim(joint: dict[str, Any], n: int) -> Claim:
+    names = ", ".join(joint["heads"])
+    statement = f"continuing a repeat needs {names}"
+    if joint["failed"]:
+        return unknown(
+            "induction.set", statement, reason="; ".join(joint["failed"]), where="induction"
+        )
+    random = joint["random"]
+    beside = (
+        f"; as many other heads at random {random['mean']:+.2f}, at most {random['largest']:+.2f}"
+        if random["sets"]
+        else ""
+    )
+    return Claim(
+        "induction.set",
+        statement,
+        Evidence.CAUSAL,
+        joint["mean"],
+        "nats",
+        (joint["low"], joint["high"]),
+        n,
+        f"loss on what repeats predict when all are cut; p = {joint['p']:.2g}; where nothing "
+        f"repeats {joint['control']:+.2f}{beside}",
+        "induction",
+    )
+
+
+def _head_claim(
+    cell: xr.Dataset, name: str, joint: dict[str, Any], n: int, *, shown: bool
+) -> Claim:
+    least = float(cell["induction"].min())
+    pattern = (
+        f"attention to what followed the copy is {least:.2f} or more at every distance and "
+        f"{float(cell['gapped']):.2f} at random gaps"
+    )
+    copying = float(cell["copying"])
+    if math.isfinite(copying):
+        pattern += f"; copying {copying:+.2f}"
+    share, alone = float(cell["restored"]), float(cell["alone"])
+    effect = f"cut alone {alone:+.2f} nats"
+    if math.isfinite(share):
+        effect = f"restored alone it takes back {100 * share:.0f}% of the joint cut; {effect}"
+    statement = f"{name} is an induction head"
+    if not shown:
+        why = "the joint cut has no label" if joint["failed"] else "too little hangs on it"
+        return unknown(
+            f"induction.{name}",
+            statement,
+            reason=f"{pattern}, but {why}: {effect}",
+            where="induction",
+        )
+    return Claim(
+        f"induction.{name}",
+        statement,
+        Evidence.CAUSAL,
+        share,
+        "of what the joint cut took",
+        (float(cell["restored_low"]), float(cell["restored_high"])),
+        n,
+        f"{pattern}; {effect}",
+        "induction",
+    )
+
+
+def _fixed_claim(cell: xr.Dataset, name: str, n: int, *, copies: bool) -> Claim:
+    distance = int(cell["fixed_distance"])
+    does = "copies" if copies else "looks"
+    return measured(
+        f"induction.{name}",
+        f"{name} {does} from a fixed distance of {distance} tokens, whatever stands there: it is "
+        "no induction head",
+        value=float(cell["fixed"]),
+        unit="attention mass above chance",
+        n=n,
+        interval=(float(cell["fixed_low"]), float(cell["fixed_high"])),
+        reason=f"measured {distance - 1} tokens back, where nothing repeats; at random gaps its "
+        f"score is {float(cell['gapped']):.2f}",
+        where="induction",
+    )
