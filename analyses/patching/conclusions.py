@@ -13,15 +13,15 @@ import numpy as np
 import xarray as xr
 
 from headstream.analyses.evidence import Claim, Evidence, proven
-from headstream.analyses.patching.inference import MIN_PAIRS, failed_conditions
+from headstream.analyses.patching.inference import ALPHA, MIN_PAIRS, failed_conditions
 from headstream.analyses.patching.result import Cell, least_notable, ranked_cells
-from headstream.analyses.patching.words import sentence
+from headstream.analyses.patching.words import opposed, second_effect, sentence
 
 # How many sites without the label are still named, the largest effects first.
 NOTABLE = 3
 
 # Measured coverage of the 95% BCa interval by number of prompts (science: 4.8).
-_COVERAGE = ((12, "0.84"), (24, "0.90"), (48, "0.92"))
+_COVERAGE = ((12, "0.84"), (24, "0.90"), (48, "0.92"), (64, "0.93"))
 
 
 def causal_cells(data: xr.Dataset, details: Mapping[str, Any]) -> xr.DataArray:
@@ -80,7 +80,7 @@ def claims_of(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]
 
 
 def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
-    refused = details["normalized_refused"] is not None
+    refused = details["normalized_refused"] is not None or not np.isfinite(cell.normalized)
     unit = details["metric"]["unit"]
     value, ends = (
         (cell.mean, cell.interval) if refused else (cell.normalized, cell.normalized_interval)
@@ -93,12 +93,16 @@ def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
         unit=unit,
         self_patch_held=_self_patch_held(details),
     )
+    against = second_effect(details, cell.mean, cell.second)
     if failed:
-        reason = "; ".join(failed)
+        if not opposed(details, cell.mean, cell.second):
+            against = ""  # what failed is reason enough
+        reason = "; ".join(filter(None, [*failed, against]))
     else:
         reason = (
             f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} sites); "
             f"{cell.mean:+.2f} {unit}, with an unrelated prompt's values {cell.unrelated:+.2f}"
+            + (f"; {against}" if against else "")
         )
     return Claim(
         f"{details['site']}.{cell.label}",
@@ -124,13 +128,17 @@ def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
     words = []
     if n == 1:
         words.append("one pair is a demonstration: no interval, no p-value, no label")
-    elif n < 6:
-        words.append(f"{n} pairs: effects and their ranges only, no p-value and no label below 6")
+    elif n < MIN_PAIRS:
+        words.append(
+            f"{n} pairs: effects and their ranges only, no p-value and no label below {MIN_PAIRS}"
+        )
     else:
         for below, coverage in _COVERAGE:
             if n < below:
                 words.append(f"{n} pairs: 95% intervals cover about {coverage}, not 0.95")
                 break
+        words += _few_pairs(data)
+        words += _coarse_p(details)
     if details["normalized_refused"] is not None:
         words.append(f"normalisation refused: {details['normalized_refused']}")
     if not _self_patch_held(details):
@@ -142,9 +150,44 @@ def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
         words.append(
             f"{details['gap']['small']} of {n} pairs have a gap under a tenth of the mean gap"
         )
+    words += _second_disagrees(data, details)
     if not np.any(np.nan_to_num(data["effects"].values)):
         words.append("every effect is exactly zero: nothing that was patched reaches the answer")
     return words
+
+
+def _few_pairs(data: xr.Dataset) -> list[str]:
+    counts = np.isfinite(data["effects"].values).sum(axis=-1)
+    few = int(((counts > 0) & (counts < MIN_PAIRS)).sum())
+    if not few:
+        return []
+    lack = "site is" if few == 1 else "sites are"
+    return [f"{few} {lack} in fewer than {MIN_PAIRS} pairs: a range, no p-value and no label"]
+
+
+def _coarse_p(details: Mapping[str, Any]) -> list[str]:
+    """Too few sign patterns for any p to be small enough."""
+    flips = details["flips"]
+    smallest = 2 / flips if details.get("flips_exact") else 1 / (1 + flips)
+    if smallest <= ALPHA:
+        return []
+    patterns = "sign pattern" if flips == 1 else "sign patterns"
+    return [f"{flips} {patterns}: the smallest p is {smallest:.2g}, so no label is possible"]
+
+
+def _second_disagrees(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
+    metric = details.get("second_metric")
+    if not metric or "second" not in data:
+        return []
+    causal = data["causal"].values
+    pairs = zip(data["mean"].values[causal].tolist(), data["second"].values[causal].tolist())
+    against = sum(opposed(details, mean, second) for mean, second in pairs)
+    if not against:
+        return []
+    return [
+        f"the second metric, {metric['name']}, moves the other way at {against} of "
+        f"{int(causal.sum())} labelled sites"
+    ]
 
 
 def _self_patch_held(details: Mapping[str, Any]) -> bool:

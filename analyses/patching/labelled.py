@@ -35,6 +35,27 @@ def describe_gap(
     return details, None
 
 
+def _gaps(
+    effects: Float[np.ndarray, "*cells example"], gap: Float[np.ndarray, " example"], *, seed: int
+) -> Float[np.ndarray, "*cells"]:
+    """What each cell's mean effect is divided by: the mean gap of the pairs that have the cell.
+
+    NaN where those pairs' gap is within its own noise, though that of all pairs is not.
+    """
+    *shape, n = effects.shape
+    patterns, group = np.unique(np.isfinite(effects).reshape(-1, n), axis=0, return_inverse=True)
+    means = np.full(len(patterns), np.nan)
+    for number, present in enumerate(patterns):
+        if present.all() or (present.any() and not _within_noise(gap[present], seed=seed)):
+            means[number] = gap[present].mean()
+    return means[group.ravel()].reshape(shape)
+
+
+def _within_noise(gap: Float[np.ndarray, " example"], *, seed: int) -> bool:
+    low, high = (float(end) for end in inference.mean_interval(gap, seed=seed))
+    return bool(gap.mean() == 0 or low <= 0 <= high)
+
+
 def labelled(
     coords: Mapping[str, np.ndarray],
     effects: Float[np.ndarray, "*cells example"],
@@ -57,7 +78,8 @@ def labelled(
         unrelated: the same with an unrelated pair's values.
         clean, corrupted: metric of the two runs.
         sign: +1 for denoise, -1 for noise: the direction in which a patch closes the gap.
-        refused: whether to leave `normalized` NaN.
+        refused: whether to leave `normalized` NaN. It is NaN too at a cell whose own pairs' gap is
+            within its noise.
     """
     dims = tuple(coords)
     gap = clean - corrupted
@@ -65,10 +87,10 @@ def labelled(
     low, high = inference.mean_interval(effects, seed=seed)
     shares = share_low = share_high = np.full(mean.shape, np.nan)
     if not refused:
-        # A cell that some pairs lack is compared with the gap of the pairs that have it.
-        gaps = inference.mean_over_prompts(np.where(np.isfinite(effects), gap, np.nan))
+        gaps = _gaps(effects, gap, seed=seed)
         shares = sign * mean / gaps + 0.0  # no effect is +0, not -0
-        share_low, share_high = inference.ratio_interval(sign * effects, gap, seed=seed)
+        ends = inference.ratio_interval(sign * effects, gap, seed=seed)
+        share_low, share_high = (np.where(np.isnan(gaps), np.nan, end) for end in ends)
     return xr.Dataset(
         {
             "effects": ((*dims, "example"), effects),

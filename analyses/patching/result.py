@@ -17,6 +17,7 @@ Read, printed and rendered without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -173,16 +174,15 @@ class PatchingResult(Result):
             largest = max(cells, key=lambda cell: abs(cell.mean))
             what = f"largest {largest.worded(refused, metric['unit'])}"
             return f"{none}; {what if largest.mean else 'every effect is zero'} (n = {n})"
-        if refused:
-            moved = {verb(self.details, None, many=len(causal) > 1): causal}
-        else:
-            towards = [cell for cell in causal if cell.normalized > 0]
-            against = [cell for cell in reversed(causal) if not cell.normalized > 0]
-            moved = {
-                verb(self.details, group[0].normalized, many=len(group) > 1): group
-                for group in (towards, against)
-                if group
-            }
+        towards = [cell for cell in causal if cell.normalized > 0]
+        against = [cell for cell in reversed(causal) if cell.normalized <= 0]
+        # Where the gap is within its noise a share is NaN, and the direction is not said.
+        neither = [cell for cell in causal if math.isnan(cell.normalized)]
+        moved = {
+            verb(self.details, group[0].normalized, many=len(group) > 1): group
+            for group in (towards, against, neither)
+            if group
+        }
         parts = []
         for moves, group in moved.items():
             shown = [cell.worded(refused, metric["unit"]) for cell in group[:_NAMED]]
@@ -229,9 +229,11 @@ class Cell:
     unrelated: float
     causal: bool
     n: int
+    second: float = math.nan  # mean effect in the second metric
 
     def worded(self, refused: bool, unit: str) -> str:
         """`L1H4 (+0.90 [0.82, 0.98] of the gap)`, or in metric units where that is refused."""
+        refused = refused or math.isnan(self.normalized)
         value, ends = (
             (self.mean, self.interval) if refused else (self.normalized, self.normalized_interval)
         )
@@ -241,6 +243,7 @@ class Cell:
 
     def briefly(self, refused: bool, unit: str) -> str:
         """`L1H4 (+0.90)`, a share of the gap, or `L1H4 (+4.51 nats)` where that is refused."""
+        refused = refused or math.isnan(self.normalized)
         value = f"{self.mean:+.2f} {unit}" if refused else f"{self.normalized:+.2f}"
         return f"{self.label} ({value})"
 
@@ -272,6 +275,7 @@ def ranked_cells(data: xr.Dataset) -> list[Cell]:
                 unrelated=float(data["unrelated"].values[index]),
                 causal=bool(data["causal"].values[index]),
                 n=int(counts[index]),
+                second=float(data["second"].values[index]) if "second" in data else math.nan,
             )
         )
     return sorted(

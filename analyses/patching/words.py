@@ -44,6 +44,40 @@ def verb(details: Mapping[str, Any], share: float | None, *, many: bool | None) 
     return f"{words} {details['metric']['noun']}"
 
 
+# Below this a number prints as 0.00: it moves neither way.
+_LEAST_PRINTED = 0.005
+# Metrics of ours that are better the lower; all others of ours the higher.
+_LOWER_IS_BETTER = frozenset({"loss"})
+_HIGHER_IS_BETTER = frozenset({"logit_difference", "log_prob", "prob", "kl"})
+
+
+def opposed(details: Mapping[str, Any], mean: float, second: float) -> bool:
+    """Whether the second metric's mean effect says the opposite of the first's.
+
+    A function of the user's is better towards its clean value; with no gap to tell that by, nothing
+    is said.
+    """
+    name = details["metric"].get("name")
+    if name in _HIGHER_IS_BETTER:
+        better = 1.0
+    elif name in _LOWER_IS_BETTER:
+        better = -1.0
+    elif details["normalized_refused"] is None:
+        better = float(np.sign(details["gap"]["mean"]))
+    else:
+        return False
+    return bool(abs(second) >= _LEAST_PRINTED and better * mean * second < 0)
+
+
+def second_effect(details: Mapping[str, Any], mean: float, second: float) -> str:
+    """`log_prob +0.53 nats`, or that it moves the other way; empty if none was measured."""
+    metric = details.get("second_metric")
+    if not metric or not np.isfinite(second):
+        return ""
+    moves = " moves the other way," if opposed(details, mean, second) else ""
+    return f"{metric['name']}{moves} {second:+.2f} {metric['unit']}"
+
+
 def nouns(data: xr.Dataset) -> tuple[str, str]:
     """What the cells are: one, and many."""
     dims = set(data["mean"].dims)

@@ -105,6 +105,42 @@ class TestLabels:
             "values of an unrelated prompt do as much: +0.30 nats against +0.20"
         )
 
+    def test_the_second_metric_is_said_and_when_it_disagrees(self) -> None:
+        second = {"name": "log_prob", "unit": "nats"}
+        # One labelled site of two moves log_prob the other way, and so does one without a label.
+        data = arrays(second=np.array([[-0.3, 0.5], [0.25, 0.0]]))
+        found = result(data, second_metric=second)
+        reasons = {claim.id: claim.reason for claim in found.claims}
+        assert reasons["z.L0H1"].endswith("values -0.50; log_prob +0.50 nats")
+        assert reasons["z.L1H0"].endswith("; log_prob moves the other way, +0.25 nats")
+        assert reasons["z.L0H0"].endswith(
+            " against +0.20; log_prob moves the other way, -0.30 nats"
+        )
+        assert found.details["warnings"][-1] == (
+            "the second metric, log_prob, moves the other way at 1 of 2 labelled sites"
+        )
+        agreeing = result(arrays(), second_metric=second)
+        assert "log_prob" not in {c.id: c.reason for c in agreeing.claims}["z.L0H0"]
+        assert not any("log_prob" in words for words in agreeing.details["warnings"])
+
+    def test_q_gates_nothing(self) -> None:
+        data = arrays(p_value=np.full((2, 2), 0.06), q_value=np.full((2, 2), 0.001))
+        assert not result(data).data["causal"].any()
+        data = arrays(q_value=np.full((2, 2), 0.9))
+        assert result(data).data["causal"].values.tolist() == [[False, True], [True, False]]
+
+    def test_a_site_without_a_share_is_told_in_nats(self) -> None:
+        """Its own pairs' gap is within its noise, though that of all pairs is not."""
+        shares = np.array([[0.1, np.nan], [-0.4, 0.0]])
+        found = result(arrays(normalized=shares))
+        claim = {c.id: c for c in found.claims}["z.L0H1"]
+        assert (claim.value, claim.unit) == (1.6, "nats")
+        assert claim.statement == "z of L0H1 moves the answer"
+        assert found.summary().startswith(
+            "One head pushes away from the answer: L1H0 (-0.40 [-0.45, -0.35] of the gap); "
+            "one head moves the answer: L0H1 (+1.60 [1.50, 1.70] nats)"
+        )
+
     def test_noise_needs_and_works_against(self) -> None:
         statements = {c.id: c.statement for c in result(direction="noise").claims}
         assert statements["z.L0H1"] == "z of L0H1 is needed for the answer"
@@ -154,6 +190,49 @@ class TestLabels:
             "8 pairs: 95% intervals cover about 0.84, not 0.95",
             "the self-patch control failed: 5.0e-01 is over 0.0e+00",
         ]
+
+    @pytest.mark.parametrize(
+        ("n", "words"),
+        [
+            (1, "one pair is a demonstration: no interval, no p-value, no label"),
+            (5, "5 pairs: effects and their ranges only, no p-value and no label below 6"),
+            (6, "6 pairs: 95% intervals cover about 0.84, not 0.95"),
+            (16, "16 pairs: 95% intervals cover about 0.90, not 0.95"),
+            (32, "32 pairs: 95% intervals cover about 0.92, not 0.95"),
+            (63, "63 pairs: 95% intervals cover about 0.93, not 0.95"),
+            (64, None),
+        ],
+    )
+    def test_few_pairs_are_said(self, n: int, words: str | None) -> None:
+        data = arrays().drop_dims("example")
+        effects = np.repeat(MEAN[..., None], n, axis=-1)
+        data["effects"] = (("layer", "head", "example"), effects)
+        data["causal"] = data["mean"] > 9
+        assert warnings_of(data, details()) == ([] if words is None else [words])
+
+    def test_sites_of_few_pairs_are_counted(self) -> None:
+        data = arrays()
+        data["effects"] = data["effects"].copy()
+        data["effects"][0, 1, 5:] = np.nan
+        words = "1 site is in fewer than 6 pairs: a range, no p-value and no label"
+        assert words in result(data).details["warnings"]
+        data["effects"][0, 0, 3:] = np.nan
+        data["effects"][1, 1, :] = np.nan  # patched in no pair: no site at all
+        assert "2 sites are in fewer" in result(data).details["warnings"][1]
+
+    @pytest.mark.parametrize(
+        ("flips", "exact", "smallest"),
+        [(18, False, "0.053"), (32, True, "0.062"), (1, False, "0.5")],
+    )
+    def test_too_few_flips_for_any_label_are_said(
+        self, flips: int, exact: bool, smallest: str
+    ) -> None:
+        found = result(flips=flips, flips_exact=exact).details["warnings"]
+        pattern = "pattern" if flips == 1 else "patterns"
+        words = f"{flips} sign {pattern}: the smallest p is {smallest}, so no label is possible"
+        assert words in found
+        for enough in ({"flips": 19, "flips_exact": False}, {"flips": 64, "flips_exact": True}):
+            assert not any("smallest p" in text for text in result(**enough).details["warnings"])
 
     def test_random_sites_are_outside_the_claimed_set(self) -> None:
         # |0.2| and 0: the 95th percentile of two numbers is 0.95 of the way.
