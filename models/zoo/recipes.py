@@ -92,7 +92,7 @@ RECIPES = {
         ),
         Recipe(
             name="decoy-2l-rotary",
-            purpose="the same decoy with rotary positions",
+            purpose="the same with rotary positions: four heads that copy from 32 tokens back",
             config=_repeats_config(positions="rotary", n_ctx=128, n_train=128),
             phases=(Phase(800, Repeats(block=(_FIXED, _FIXED), task_length=40)),),
             init_scale=_TOKENS,
