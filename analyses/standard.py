@@ -1,8 +1,10 @@
 """The standard study behind `headstream report MODEL`: what a newcomer should see first.
 
 Audit of the identities; for a model with a task, patching of every head in both directions, of
-heads and stream by role, and direct logit attribution; then the head census, each head taken apart,
-and what rests on the first token.
+heads and stream by role, paths from head to head and to the answer, and direct logit attribution;
+then the head census, each head taken apart, and what rests on the first token. The census says,
+before any effect is looked at, which heads are cut as a set and which circuit is set beside random
+ones.
 """
 
 from __future__ import annotations
@@ -14,18 +16,37 @@ from functools import partial
 from tqdm import tqdm
 
 from headstream.analyses.claims.ledger import audit
+from headstream.analyses.kinds import HeadsResult
+from headstream.analyses.patching.faithfulness import faithfulness
+from headstream.analyses.patching.head_sets import Head, labelled_heads
 from headstream.analyses.patching.patch import patch
+from headstream.analyses.patching.path_ends import ends_of
+from headstream.analyses.patching.paths import path_patch
 from headstream.analyses.patching.rows import check_seed
+from headstream.analyses.patching.sets import redundant_set
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Result
 from headstream.analyses.studies.circuits import circuits
 from headstream.analyses.studies.heads import heads
 from headstream.analyses.studies.sinks import sinks
 from headstream.analyses.studies.writes import direct_writes
+from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError, TaskError, TokenError
+from headstream.models.names import head_name
 
 _PATCHING = "patching"
+# Paths that a report sweeps: their effects on every pair are in its page.
+_MOST_PATHS = 600
+# Of larger models fewer random sets are drawn: each costs two runs of all pairs.
+_SMALL = 64
+# The parts of the circuit that the induction tasks are about, as the census calls them.
+_INDUCTION, _PREVIOUS = "induction pattern", "previous-token"
+# Results of a study in the order of the report's sections.
+_ORDER = (
+    *("audit", "patching", "paths", "redundant_set", "faithfulness", "decomposition", "heads"),
+    *("circuits", "sinks"),
+)
 
 
 def standard_study(
@@ -63,6 +84,14 @@ def standard_study(
     steps.append(("sinks", lambda: sinks(model, seed=seed)))
     results: list[Result] = []
     left_out: list[str] = [] if task is not None else [_no_task(model)]
+    if task is not None:
+        senders, receivers, why = _path_ends(model.config)
+        left_out += why
+        if receivers:
+            swept = partial(path_patch, model, task, senders, receivers)
+            steps.append(("paths", partial(swept, seed=seed, progress=False)))
+        steps.append(("redundant set", lambda: _together(model, task, _census(results), seed)))
+        steps.append(("circuit", lambda: _circuit(model, task, _census(results), seed)))
     for name, step in tqdm(steps, desc="standard study", disable=None if progress else True):
         try:
             results.append(step())
@@ -73,6 +102,7 @@ def standard_study(
             left_out.append(f"{name}: {error}")
     # Several sweeps that fail for one reason are one thing left out.
     left_out = list(dict.fromkeys(left_out))
+    results.sort(key=lambda result: _ORDER.index(result.kind))
     return [
         _finished(result, left_out if i == 0 else [], command) for i, result in enumerate(results)
     ]
@@ -96,6 +126,63 @@ def _patching(model: Decoder, task: Task, seed: int) -> Sequence[Callable[[], Re
         )
         for site, positions, direction in plans
     ]
+
+
+def _path_ends(config: DecoderConfig) -> tuple[list[str], list[str], list[str]]:
+    """Senders and receivers of the paths of this study, and what is left out of them and why.
+
+    Heads of the last layer are read by the logits alone, so that their total effect, which the
+    sweep over heads has, is their direct one.
+    """
+    heads, last = config.n_heads, config.n_layers - 1
+    senders = [head_name(layer, head) for layer in range(last) for head in range(heads)]
+    if not senders:
+        return [], [], ["paths: heads of a single layer hand nothing to each other"]
+    for receivers in (["q", "k", "v", "logits"], ["logits"]):
+        sending, receiving = ends_of(config, senders, receivers)
+        count = sum(sender.before(receiver) for sender in sending for receiver in receiving)
+        if receivers[0] == "q":
+            every = count
+        if count <= _MOST_PATHS:
+            break
+    else:
+        receivers = []
+    if every <= _MOST_PATHS:
+        return senders, receivers, []
+    swept = "only those straight to the answer were swept" if receivers else "none was swept"
+    return (
+        senders,
+        receivers,
+        [
+            f"paths: {swept}; with those from head to head there are {every:,}, and a report takes "
+            f"{_MOST_PATHS}; path_patch takes the senders and receivers that you name"
+        ],
+    )
+
+
+def _census(results: Sequence[Result]) -> HeadsResult:
+    for result in results:
+        if isinstance(result, HeadsResult):
+            return result
+    raise TaskError("there is no census to take the heads from")
+
+
+def _together(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Result:
+    """Heads that the census calls alike, cut together: single cuts miss what they share."""
+    chosen = labelled_heads(census, _INDUCTION)
+    return redundant_set(model, task, chosen, values="mean", seed=seed, progress=False)
+
+
+def _circuit(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Result:
+    """The heads that the story of induction names, beside other sets of as many heads."""
+    chosen: list[Head] = [
+        head for label in (_PREVIOUS, _INDUCTION) for head in labelled_heads(census, label)
+    ]
+    config = model.config
+    n_random = 100 if config.n_layers * config.n_heads <= _SMALL else 20
+    return faithfulness(
+        model, task, chosen, values="mean", n_random=n_random, seed=seed, progress=False
+    )
 
 
 def _no_task(model: Decoder) -> str:

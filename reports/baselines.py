@@ -17,7 +17,8 @@ from headstream.reports.tables import Cell, Column, exact, number_cell, table
 
 def baselines(study: Study) -> Section | None:
     """Metric, baselines and controls of the patching results; None without any."""
-    items = study.of_kind("patching")
+    maps = study.of_kind("patching")
+    items = maps or study.of_kind("paths")
     if not items:
         return None
     metrics = {json.dumps(item.details["metric"], sort_keys=True): item for item in items}
@@ -35,7 +36,8 @@ def baselines(study: Study) -> Section | None:
         )
     blocks.append(Terms(tuple(_directions(items))))
     blocks.append(_runs(items))
-    blocks.append(_controls(items))
+    if maps:
+        blocks.append(_controls(maps))
     return Section(
         "metric",
         "Metric and baselines",
@@ -103,9 +105,12 @@ def _runs(items: tuple[Item, ...]) -> Block:
     )
     shown = list(rows.values())
     for row, numbers in zip(shown, sources.values(), strict=True):
-        many = "maps" if len(numbers) > 1 else "map"
+        kind = "map" if items[0].kind == "patching" else "sweep"
+        many = f"{kind}s" if len(numbers) > 1 else kind
         everything = len(shown) == 1
-        row[0] = Cell("all maps" if everything else f"{many} {formats.listing(numbers, most=12)}")
+        row[0] = Cell(
+            f"all {kind}s" if everything else f"{many} {formats.listing(numbers, most=12)}"
+        )
     return table("The metric without any intervention", columns, shown, sortable=False)
 
 

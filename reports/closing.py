@@ -19,7 +19,7 @@ from headstream.reports.blocks import (
 )
 from headstream.reports.headline import FEWEST
 from headstream.reports.prompts import MOST_PAIRS
-from headstream.reports.study import Item, Study
+from headstream.reports.study import CUTS, PAIRED, Item, Study
 from headstream.reports.tables import Cell, Column, exact, table
 
 ENOUGH = 64  # report-design.md 3.2: from here on the intervals hold what they promise
@@ -104,9 +104,11 @@ def _measured(study: Study) -> list[Block]:
 
 
 def _own_bound(claim: Claim, item: Item) -> float | None:
-    """The bound of a sweep's self-patch control, which its result holds as a number."""
-    if item.kind == "patching" and claim.id == f"self_patch.{item.site}":
+    """The bound of a sweep's control with own values, which its result holds as a number."""
+    if item.kind in PAIRED and claim.id == f"self_patch.{item.site}":
         return float(item.details["self_patch_bound"])
+    if item.kind in CUTS and claim.id == "self_cut.z":
+        return float(item.details["self_cut_bound"])
     return None
 
 
@@ -160,8 +162,11 @@ def _broken(broken: list[Section]) -> list[tuple[str, str]]:
 
 def _missing(study: Study) -> list[tuple[str, str]]:
     items = []
-    patchings = study.of_kind("patching")
-    if not patchings and study.of_kind("sinks"):
+    patchings = study.of_kinds(*PAIRED)
+    cut = study.of_kinds(*CUTS)
+    if not patchings and cut:
+        items.append(("No patching.", "Heads were cut; nothing was restored from another run."))
+    elif not patchings and study.of_kind("sinks"):
         items.append(("No patching.", "Only edges to the first token were cut."))
     elif not patchings:
         items.append(("No intervention.", "Nothing was patched, so nothing here is about cause."))
@@ -181,14 +186,13 @@ def _missing(study: Study) -> list[tuple[str, str]]:
                 "that can stand in for each other are both missed.",
             )
         )
-    if patchings:
-        items.append(
-            (
-                "Single places.",
-                "Each effect is that of one place alone. Which head feeds which, and what sets of "
-                "heads do together, was not tested.",
-            )
-        )
+    untested = [
+        *([] if study.of_kind("paths") else ["which head feeds which"]),
+        *([] if cut else ["what sets of heads do together"]),
+    ]
+    if patchings and untested:
+        both = formats.sentence(f"{' and '.join(untested)} was not tested")
+        items.append(("Single places.", f"Each effect is that of one place alone. {both}"))
     for kind, lead, text in (
         ("heads", "No census.", "Heads were not scored against the known kinds."),
         ("decomposition", "No decomposition.", "What each part adds directly was not measured."),
@@ -207,7 +211,7 @@ def _left_out(study: Study) -> list[tuple[str, str]]:
 
 def _sizes(study: Study) -> list[tuple[str, str]]:
     items = []
-    counts = sorted({item.n for item in study.of_kind("patching") if item.n is not None})
+    counts = sorted({item.n for item in study.of_kinds(*PAIRED) if item.n is not None})
     if counts and counts[0] < FEWEST:
         items.append(
             (
@@ -225,7 +229,7 @@ def _sizes(study: Study) -> list[tuple[str, str]]:
             )
         )
     longest = max(
-        (len(item.details.get("prompts") or []) for item in study.of_kind("patching")), default=0
+        (len(item.details.get("prompts") or []) for item in study.of_kinds(*PAIRED)), default=0
     )
     if longest > MOST_PAIRS:
         items.append(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headstream.analyses.evidence import Evidence
+from headstream.models.names import head_name
 from headstream.reports import formats
-from headstream.reports.study import Item, Study
+from headstream.reports.paths import dominant
+from headstream.reports.study import CUTS, PAIRED, Item, Study
 from headstream.reports.tokens import cut
 
 FEWEST = 6  # design.md, Inference: below this no sign-flip p-value can reach 0.05
@@ -67,7 +69,7 @@ def _alarms(study: Study) -> list[str]:
             f"Warning: {len(failed)} of {formats.count(made, 'check')} FAILED: {names}. Nothing "
             "below can be relied on before this is explained."
         )
-    counts = {item.n for item in study.of_kind("patching") if item.n is not None}
+    counts = {item.n for item in study.of_kinds(*PAIRED) if item.n is not None}
     few = [n for n in sorted(counts) if n < FEWEST]
     if 1 in few:
         alarms.append(
@@ -87,8 +89,18 @@ def _finding(study: Study) -> list[str]:
     headed = [item for item in patchings if _has_heads(item)]
     shown = (headed or list(patchings))[:2]
     sentences = [formats.summary(item.result.summary()) for item in shown]
+    for item in study.of_kind("paths")[:1]:
+        if not patchings:
+            sentences.append(formats.summary(item.result.summary()).replace("->", " → "))
+        strongest = dominant(item, _labels(study, item))
+        sentences += [strongest] if strongest else []
+    # A redundant set is what single places cannot show; a list of cuts is not news beside them.
+    told = ("redundant_set",) if patchings else CUTS
+    sentences += [
+        formats.summary(item.result.summary()) for kind in told for item in study.of_kind(kind)[:1]
+    ]
     if not patchings:
-        if not study.of_kind("sinks"):
+        if not study.of_kinds("sinks", "paths", *CUTS):
             sentences.append("No intervention was run: nothing on this page is about cause.")
         sentences += [
             formats.summary(item.result.summary())
@@ -100,7 +112,7 @@ def _finding(study: Study) -> list[str]:
 
 def _facts(study: Study) -> list[str]:
     facts = []
-    counts = sorted({item.n for item in study.of_kind("patching") if item.n is not None})
+    counts = sorted({item.n for item in study.of_kinds(*PAIRED) if item.n is not None})
     if counts:
         many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         facts.append(f"{many} prompt pair" + ("" if counts == [1] else "s"))
@@ -122,6 +134,21 @@ def _facts(study: Study) -> list[str]:
     ):
         facts += list(dict.fromkeys(values))[:2]
     return facts
+
+
+def _labels(study: Study, item: Item) -> dict[str, str]:
+    """What a census of the same model on this page calls its heads."""
+    weights = item.result.provenance.weights_sha256
+    for census in study.of_kind("heads"):
+        if census.result.provenance.weights_sha256 == weights:
+            labels = census.result.data["label"]
+            layers, heads = (labels[dim].values.tolist() for dim in ("layer", "head"))
+            return {
+                head_name(layer, head): str(labels.sel(layer=layer, head=head).item())
+                for layer in layers
+                for head in heads
+            }
+    return {}
 
 
 def _has_heads(item: Item) -> bool:

@@ -21,7 +21,7 @@ from headstream.reports.blocks import (
     Term,
     Terms,
 )
-from headstream.reports.study import Item, Study
+from headstream.reports.study import PAIRED, Item, Study
 from headstream.reports.tables import Cell, Column, Group, Table, exact, table
 from headstream.reports.tokens import cut
 
@@ -87,7 +87,7 @@ def _claim_row(claim: Claim, item: Item, study: Study) -> tuple[Cell, ...]:
     return (
         Cell(
             formats.sentence(claim.statement),
-            note=" · ".join([claim.id, *([item.manner] if item.kind == "patching" else [])]),
+            note=" · ".join([claim.id, *([item.manner] if item.kind in PAIRED else [])]),
         ),
         Cell(evidence=claim.evidence),
         Cell(
@@ -103,6 +103,7 @@ def _claim_row(claim: Claim, item: Item, study: Study) -> tuple[Cell, ...]:
 def _place(claim: Claim, item: Item, study: Study) -> tuple[str, str]:
     """Anchor and name of the part that shows a claim."""
     names = {"patching": "map", "heads": "heads", "decomposition": "writes", "audit": "checks"}
+    names |= {"redundant_set": "set", "faithfulness": "circuit", "ablation": "cuts"}
     if claim.evidence in (Evidence.PROVEN, Evidence.FAILED):
         return "audit", names["audit"]
     number = [other.anchor for other in study.of_kind(item.kind)].index(item.anchor) + 1

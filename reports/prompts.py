@@ -8,7 +8,7 @@ from typing import Any
 from headstream.models.errors import ResultError
 from headstream.reports import formats
 from headstream.reports.blocks import Block, Fold, Heading, Prose, Section
-from headstream.reports.study import Item, Study
+from headstream.reports.study import PAIRED, Item, Study
 from headstream.reports.tables import Cell, Column, Group, Table, table
 from headstream.reports.tokens import segments, visible
 
@@ -18,7 +18,7 @@ MOST_PAIRS = 100
 def prompts(study: Study) -> Section | None:
     """The prompt pairs of the patching results, each distinct set once; None without any."""
     sets: dict[str, tuple[list[dict[str, Any]], list[Item]]] = {}
-    for item in study.of_kind("patching"):
+    for item in study.of_kinds(*PAIRED):
         pairs = list(item.details.get("prompts") or [])
         if pairs:
             sets.setdefault(json.dumps(pairs), (pairs, []))[1].append(item)

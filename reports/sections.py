@@ -11,7 +11,9 @@ from headstream.reports.circuits import circuits
 from headstream.reports.closing import audit, limits
 from headstream.reports.effects import effects
 from headstream.reports.opening import claims, model
+from headstream.reports.paths import paths
 from headstream.reports.prompts import prompts
+from headstream.reports.sets import sets
 from headstream.reports.sinks import sinks
 from headstream.reports.study import Study
 from headstream.reports.tokens import cut
@@ -28,6 +30,8 @@ BUILDERS: tuple[tuple[str, str, Builder], ...] = (
     ("prompts", "Prompts", prompts),
     ("metric", "Metric and baselines", baselines),
     ("effects", "Where a change moves the answer", effects),
+    ("paths", "Which path carries it", paths),
+    ("sets", "What heads do together", sets),
     ("heads", "What each head looks at", census),
     ("circuits", "How each head is built", circuits),
     ("sinks", "What rests on the first token", sinks),

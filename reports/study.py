@@ -21,6 +21,18 @@ SITES = {
     "attn_out": "what each attention layer writes",
     "mlp_out": "what each MLP writes",
 }
+# Kinds that cut heads, and all that change something inside the model, in the order of a page.
+CUTS = ("redundant_set", "faithfulness", "ablation")
+PAIRED = ("patching", "paths")
+_NAMES = {
+    "heads": "head census",
+    "decomposition": "residual decomposition",
+    "sinks": "attention sinks",
+    "circuits": "circuits of the heads",
+    "redundant_set": "heads cut together",
+    "faithfulness": "a circuit beside random sets",
+    "ablation": "heads cut",
+}
 _DIRECTIONS = {"denoise": "denoising", "noise": "noising"}
 _VALUES = {
     "zero": "with zeros",
@@ -52,10 +64,10 @@ class Item:
     @property
     def name(self) -> str:
         """What it is called where several stand together."""
+        if self.kind == "paths":
+            return f"paths, {self.manner}"
         if self.kind != "patching":
-            names = {"heads": "head census", "decomposition": "residual decomposition"}
-            names |= {"sinks": "attention sinks", "circuits": "circuits of the heads"}
-            return names.get(self.kind, self.kind)
+            return _NAMES.get(self.kind, self.kind)
         return f"{SITES.get(self.site, self.site)}, {self.manner}"
 
     @property
@@ -113,6 +125,10 @@ class Study:
 
     def of_kind(self, kind: str) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.kind == kind)
+
+    def of_kinds(self, *kinds: str) -> tuple[Item, ...]:
+        """Items of several kinds, in the order given to the page."""
+        return tuple(item for item in self.items if item.kind in kinds)
 
     def claims(self) -> list[tuple[Claim, Item]]:
         """Every claim with the result that makes it."""
