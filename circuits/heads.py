@@ -28,7 +28,13 @@ from torch import Tensor
 from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
 from headstream.circuits.measuring.second_pass import check_finite
 from headstream.circuits.qk_ov.copying import copying_score, require_finite
-from headstream.circuits.repeats import RepeatPair, draw_orders, make_pair, plan_repeats
+from headstream.circuits.repeats import (
+    RepeatPair,
+    RepeatPlan,
+    draw_orders,
+    make_pair,
+    plan_repeats,
+)
 from headstream.circuits.statistics import (
     Targets,
     chance_level,
@@ -187,13 +193,8 @@ def score_heads(
     require_finite(model)
     plan = plan_repeats(model.config, distances, length)
     orders = draw_orders(plan, n, torch.Generator().manual_seed(seed))
-    runs = []
-    for distance in plan.distances:
-        pair = make_pair(plan, orders, distance)
-        runs.append(_score_pair(model, pair, backend or "naive"))
-    # name -> [distance, sequence, layer, head], chance -> [distance]
-    per_distance = {name: np.stack([run[0][name] for run in runs]) for name in runs[0][0]}
-    chance = {name: float(np.mean([run[1][name] for run in runs])) for name in runs[0][1]}
+    per_distance, levels = scores_by_distance(model, plan, orders, backend or "naive")
+    chance = {name: float(np.mean(level)) for name, level in levels.items()}
     copying = copying_score(model, top=(), seed=seed)
     data = assemble_census(per_distance, chance, copying, plan.distances, seed)
     notes = (
@@ -202,6 +203,21 @@ def score_heads(
         f"{float(copying['random_low']):+.2f} and {float(copying['random_high']):+.2f}",
     )
     return HeadCensus(data, n, plan.length, plan.distances, seed, notes)
+
+
+def scores_by_distance(
+    model: Decoder, plan: RepeatPlan, orders: Tensor, backend: str
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The scores that need runs, [distance, sequence, layer, head], and chance [distance]."""
+    runs = [
+        _score_pair(model, make_pair(plan, orders, distance), backend)
+        for distance in plan.distances
+    ]
+    scores, chance = zip(*runs, strict=True)
+    return (
+        {name: np.stack([each[name] for each in scores]) for name in scores[0]},
+        {name: np.array([each[name] for each in chance]) for name in chance[0]},
+    )
 
 
 def _score_pair(

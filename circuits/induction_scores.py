@@ -13,7 +13,7 @@ from a fixed distance has the first at that distance alone, with both controls, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from headstream.circuits.gapped_repeats import (
 )
 from headstream.circuits.heads import Array, masses_on, patterns_of
 from headstream.circuits.labels import LABEL_MARGIN, percentile_interval
-from headstream.circuits.repeats import LONGEST, RepeatPlan, make_pair
+from headstream.circuits.repeats import LONGEST, RepeatPlan
 from headstream.circuits.statistics import chance_level
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def score_induction(
     model: Decoder,
     plan: RepeatPlan,
     orders: Tensor,
+    of_pairs: Mapping[str, Array],
+    chance: Array,
     *,
     length: int,
     generator: Generator,
@@ -94,22 +96,19 @@ def score_induction(
 
     Args:
         plan, orders: of `repeats`, for the single distances.
+        of_pairs: what `heads.scores_by_distance` measured on them: "induction" and its control.
+        chance: [distance], of these.
         length: tokens of the gapped sequences, BOS included; the scan takes no more than 128.
         generator: of the gapped sequences and the scan.
         backend: must be able to form the pattern.
     Raises:
         ShapeError, TokenError: as `plan_gaps`; BackendError: if scores overflow.
     """
-    copied, position, content, chances = [], [], [], []
+    content = []
     for distance in plan.distances:
-        pair = make_pair(plan, orders, distance)
-        targets = {"": pair.after_copy}
-        copied.append(masses_on(model, pair.repeated, targets, backend)[""])
-        position.append(masses_on(model, pair.control, targets, backend)[""])
-        chances.append(float(chance_level(pair.after_copy).mean()))
         other = _another(plan.distances, distance)
         if other is None:
-            content.append(np.full_like(copied[-1], np.nan))
+            content.append(np.full_like(of_pairs["induction"][0], np.nan))
             continue
         tokens, looked = make_elsewhere(plan, orders, distance, other)
         content.append(masses_on(model, tokens, {"": looked}, backend)[""])
@@ -117,8 +116,10 @@ def score_induction(
     targets = {"": gaps.after_copies}
     fixed, distances, farthest = _scan(model, plan, min(length, LONGEST), generator, backend)
     return InductionScores(
-        *(np.stack(parts) for parts in (copied, position, content)),
-        np.array(chances),
+        of_pairs["induction"],
+        of_pairs["induction_control"],
+        np.stack(content),
+        chance,
         masses_on(model, gaps.repeated, targets, backend)[""],
         masses_on(model, gaps.control, targets, backend)[""],
         float(chance_level(gaps.after_copies).mean()),

@@ -12,7 +12,6 @@ OV circuit that copies, "fixed-distance". All other labels are the census'.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +25,10 @@ from headstream.analyses.patching.inference import ALPHA
 from headstream.analyses.result import Provenance
 from headstream.analyses.studies.repeat_cuts import RepeatCuts, RepeatRuns, cut_on_repeats
 from headstream.circuits.gapped_repeats import fewest_tokens, plan_gaps
-from headstream.circuits.heads import HeadCensus, score_heads
+from headstream.circuits.heads import scores_by_distance
 from headstream.circuits.induction_scores import InductionScores, score_induction
-from headstream.circuits.labels import LABEL_MARGIN, percentile_interval
-from headstream.circuits.qk_ov.copying import copying_score
+from headstream.circuits.labels import LABEL_MARGIN, label_heads, percentile_interval
+from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import LONGEST, RepeatPlan, draw_orders, plan_repeats
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.config import DecoderConfig
@@ -62,10 +61,10 @@ DEFINITIONS = {
 def induction(
     model: Decoder,
     *,
-    n: int = 64,
-    seed: int = 0,
-    distances: Sequence[int] | None = None,
-    length: int | None = None,
+    n: Any = 64,
+    seed: Any = 0,
+    distances: Any = None,
+    length: Any = None,
 ) -> InductionResult:
     """Find the heads that continue repeats by content, and those that only seem to.
 
@@ -97,22 +96,25 @@ def induction(
     """
     n, seed = check_count("n", n, least=2, of="sequences"), check_seed(seed)
     plan, length = _plan(model.config, distances, length)
-    census = score_heads(model, n=n, seed=seed, distances=plan.distances, length=plan.length)
+    # Before the runs: a NaN weight makes patterns that no score is defined on.
+    require_finite(model)
     generator = Generator().manual_seed(seed)
     orders = draw_orders(plan, n, generator)
-    scores = score_induction(model, plan, orders, length=length, generator=generator)
+    of_pairs, levels = scores_by_distance(model, plan, orders, "naive")
+    scores = score_induction(
+        model, plan, orders, of_pairs, levels["induction"], length=length, generator=generator
+    )
     follows = scores.follows_content(seed=seed)
     candidates = [(int(layer), int(head)) for layer, head in np.argwhere(follows)]
     # Orders of their own: those that chose the candidates must not judge them.
     runs = RepeatRuns(model, plan, draw_orders(plan, n, generator))
     cuts = cut_on_repeats(model, runs, candidates, seed=seed) if candidates else None
-    data = _arrays(census, scores, cuts, seed)
-    random = copying_score(model, top=(), seed=seed)
-    copying_high = float(random["random_high"])
-    data["label"] = (
-        ("layer", "head"),
-        _labels(census, scores, data, copying_high, seed),
-    )
+    copying = copying_score(model, top=(), seed=seed)
+    data = _arrays(plan, scores, copying["score"].values, cuts, seed)
+    copying_high = float(copying["random_high"])
+    chance = {name: float(level.mean()) for name, level in levels.items()}
+    labels = label_heads(of_pairs, chance, seed=seed)
+    data["label"] = (("layer", "head"), _labels(labels, scores, data, copying_high, seed))
     gaps = plan_gaps(model.config, length)
     details = {
         "definitions": DEFINITIONS,
@@ -129,7 +131,7 @@ def induction(
         "farthest": scores.farthest,
         "margin": LABEL_MARGIN,
         "alpha": ALPHA,
-        "copying_random": [float(random["random_low"]), copying_high],
+        "copying_random": [float(copying["random_low"]), copying_high],
         "loss": {
             "repeats": float(runs.loss.mean()),
             "control": float(runs.control_loss.mean()),
@@ -146,9 +148,7 @@ def induction(
     return replace(result, claims=tuple(_claims(result)))
 
 
-def _plan(
-    config: DecoderConfig, distances: Sequence[int] | None, length: object
-) -> tuple[RepeatPlan, int]:
+def _plan(config: DecoderConfig, distances: Any, length: object) -> tuple[RepeatPlan, int]:
     """Single distances, and the length of the sequences with random gaps."""
     least = fewest_tokens(config)
     if length is None:
@@ -167,7 +167,11 @@ def _plan(
 
 
 def _arrays(
-    census: HeadCensus, scores: InductionScores, cuts: RepeatCuts | None, seed: int
+    plan: RepeatPlan,
+    scores: InductionScores,
+    copying: np.ndarray,
+    cuts: RepeatCuts | None,
+    seed: int,
 ) -> xr.Dataset:
     site, by_distance = ("layer", "head"), ("distance", "layer", "head")
     low, high = percentile_interval(scores.induction.swapaxes(0, 1), seed=seed)
@@ -189,7 +193,7 @@ def _arrays(
         "fixed_low": (site, fixed_low),
         "fixed_high": (site, fixed_high),
         "fixed_distance": (site, scores.fixed_distance),
-        "copying": (site, census.data["value"].sel(score="copying").values),
+        "copying": (site, copying),
         "candidate": (site, scores.follows_content(seed=seed)),
     }
     for name in ("alone", "restored"):
@@ -205,23 +209,23 @@ def _arrays(
     arrays["member"] = (site, member)
     layers, heads = shape
     coords = {
-        "distance": list(census.distances),
+        "distance": list(plan.distances),
         "layer": np.arange(layers),
         "head": np.arange(heads),
-        "example": np.arange(census.n),
+        "example": np.arange(scores.gapped.shape[0]),
     }
     return xr.Dataset(arrays, coords)
 
 
 def _labels(
-    census: HeadCensus,
+    census: np.ndarray,
     scores: InductionScores,
     data: xr.Dataset,
     copying_high: float,
     seed: int,
 ) -> np.ndarray:
     """[layer, head] of strings; see the module."""
-    labels = census.data["label"].values.astype(object)
+    labels = census.astype(object)
     # The census asks for less: it has no random gaps and no content at another distance.
     labels[labels == PATTERN] = "none"
     copies = data["copying"].values > copying_high
