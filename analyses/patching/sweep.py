@@ -2,9 +2,14 @@
 
     describe     the sweep as values (`plan_values`), its hash, its folder (`sweep_store`)
     read         blocks that are finished already
-    run          the others, in this process or by workers (`sweep_workers`); each is written as it
-                 comes
+    run          the others, in this process or by workers (`sweep_executor`, `sweep_workers`); each
+                 is written as it comes
     collect      effects by pass
+
+On many machines, with a folder on a disk that all of them see:
+
+    with Client("tcp://scheduler:8786") as client:  # dask.distributed, the extra [dask]
+        patch(model, task, "z", executor=client.get_executor(), resume="/shared/sweep")
 
 Blocks depend on nothing but model and plan, so what is put together is the same to the bit for any
 order, executor or interruption, on one kind of machine. The number of threads a process computes
@@ -15,8 +20,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, as_completed, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,20 +35,12 @@ from tqdm import tqdm
 from headstream.analyses.patching.engines import Sweep, open_sweep
 from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.plan_values import code_sha256, function_of, own_metric
+from headstream.analyses.patching.sweep_executor import Found, Runner, Stopped, by_executor
 from headstream.analyses.patching.sweep_plan import Block, SweepPlan, blocks
 from headstream.analyses.patching.sweep_store import MANIFEST, SweepStore, describe
-from headstream.analyses.patching.sweep_workers import Job, one_number_of_threads, run_blocks
+from headstream.analyses.patching.sweep_workers import Job, one_number_of_threads
 from headstream.models.decoder import Decoder
 from headstream.models.errors import HeadstreamError, HookError, SweepError, TaskError
-
-# A sweep is sent in at most about this many tasks: each costs an executor up to some 10 ms.
-_TASKS = 256
-# Seconds that tasks under way are waited for once another has failed.
-_PATIENCE = 60.0
-
-# What runs the blocks that are left: gives each with its effects, in any order.
-Found = Generator[tuple[Block, np.ndarray], None, None]
-Runner = Callable[[Sequence[Block]], Found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,31 +84,23 @@ def run_sweep(
     if executor is not None or resume is not None:
         _require_plain(model, "executor" if resume is None else "resume")
     if resume is not None:
+        _require_folder(resume)
         _require_known_code(plan.task.metric)
     grid, work = plan.grid(model.config), blocks(plan, model.config)
     n, metrics = len(plan.task), len(plan.metrics)
     with ExitStack() as stack:
-        store = None
-        threads = 1 if executor is not None else torch.get_num_threads()
+        store, threads = None, torch.get_num_threads()
         if resume is not None or executor is not None:
-            folder = resume
-            if folder is None:
-                folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="headstream-", ignore_cleanup_errors=True)
-                )
-            store = SweepStore(folder, describe(model, plan, engine, work, threads))
-            begun = store.manifest["run"]["threads"]
-            if executor is not None and begun != 1:
-                raise SweepError(
-                    f"resume folder '{resume}' was begun in one process of {begun} threads, and "
-                    "workers have one: their rounding differs",
-                    hint="go on without an executor, or begin anew in another folder",
-                )
-            threads = begun
+            folder = resume or stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="headstream-", ignore_cleanup_errors=True)
+            )
+            store = _store(folder, model, plan, engine, 1 if executor is not None else threads)
+            threads = _threads(store, executor)
         stack.enter_context(one_number_of_threads(threads))
         opened = open_sweep(model, plan, engine)
+        base = opened.base
         if check is not None:
-            check(opened.base)
+            check(base)
         passes: dict[str, np.ndarray] = {
             kind: np.full((metrics, grid.size, n), np.nan)
             for kind in dict.fromkeys(block.kind for block in work)
@@ -120,17 +109,15 @@ def run_sweep(
         for block, effects in () if store is None else store.finished(work, (metrics, n)):
             passes[block.kind][:, list(block.cells)] = effects
             del left[block]
-        total = len(passes) * grid.size
-        base = opened.base
-        runner: Runner
-        if executor is None:
+        if executor is None or store is None:
             runner = _here(opened)
         else:
-            assert store is not None
             # Workers open it themselves: what was recorded here need not be held meanwhile.
             del opened
             store.save_model(model)
-            runner = _by(executor, _job(store, plan.task.metric))
+            runner = by_executor(executor, _job(store, plan.task.metric))
+        keeps = store if resume is not None else None
+        total = len(passes) * grid.size
         with (
             tqdm(
                 total=total,
@@ -138,15 +125,34 @@ def run_sweep(
                 desc=f"patch {grid.name}",
                 disable=None if progress else True,
             ) as bar,
-            _kept(store if resume is not None else None, len(work)),
+            _kept(keeps, len(work)),
             closing(runner(tuple(left))) as found,
         ):
             for block, effects in found:
-                if store is not None and resume is not None:
-                    store.add(block, effects)
+                if keeps is not None:
+                    keeps.add(block, effects)
                 passes[block.kind][:, list(block.cells)] = effects
                 bar.update(len(block.cells))
     return Swept(base, passes)
+
+
+def _store(
+    folder: str | os.PathLike[str], model: Decoder, plan: SweepPlan, engine: str, threads: int
+) -> SweepStore:
+    work = blocks(plan, model.config)
+    return SweepStore(folder, describe(model, plan, engine, work, threads))
+
+
+def _threads(store: SweepStore, executor: Any) -> int:
+    """The number that the sweep was begun with."""
+    begun: int = store.manifest["run"]["threads"]
+    if executor is not None and begun != 1:
+        raise SweepError(
+            f"resume folder '{store.folder}' was begun in one process of {begun} threads, and "
+            "workers have one: their rounding differs",
+            hint="go on without an executor, or begin anew in another folder",
+        )
+    return begun
 
 
 def finished_blocks(
@@ -163,9 +169,8 @@ def finished_blocks(
     """
     if not (Path(resume) / MANIFEST).exists():
         return 0
-    work = blocks(plan, model.config)
     threads = torch.get_num_threads() if workers is None else 1
-    store = SweepStore(resume, describe(model, plan, engine, work, threads))
+    store, work = _store(resume, model, plan, engine, threads), blocks(plan, model.config)
     return sum(1 for _ in store.finished(work, (len(plan.metrics), len(plan.task))))
 
 
@@ -175,77 +180,6 @@ def _here(opened: Sweep) -> Runner:
             yield block, opened.run(block)
 
     return run
-
-
-def _by(executor: Executor, job: Job) -> Runner:
-    def run(left: Sequence[Block]) -> Found:
-        each = max(1, -(-len(left) // _TASKS))
-        sent: dict[Any, Sequence[Block]] = {}
-        error: BaseException | None = None
-        try:
-            try:
-                for start in range(0, len(left), each):
-                    part = left[start : start + each]
-                    future = executor.submit(run_blocks, job, tuple(block.index for block in part))
-                    sent[future] = part
-            except Exception as refused:
-                error = refused
-            for future in as_completed(sent) if error is None else ():
-                error = _error_of(future)
-                if error is not None:
-                    break
-                yield from zip(sent.pop(future), future.result())
-            if error is None:
-                return
-            # What other workers have finished, or are about to, is not lost.
-            going = [future for future in sent if not future.cancel()]
-            for future in wait(going, timeout=_PATIENCE).done:
-                if _error_of(future) is None:
-                    yield from zip(sent[future], future.result())
-        finally:
-            for future in sent:
-                future.cancel()
-        raise _explained(error, job.metric) from error
-
-    return run
-
-
-def _error_of(future: Any) -> BaseException | None:
-    try:
-        error: BaseException | None = future.exception()
-    except CancelledError as cancelled:
-        return cancelled
-    return error
-
-
-class _Stopped(Exception):
-    """Work that stopped for a reason of the executor's, with a hint."""
-
-    def __init__(self, reason: str, hint: str) -> None:
-        super().__init__(reason)
-        self.hint = hint
-
-
-def _explained(error: BaseException, metric: Metric | None) -> BaseException:
-    """What an executor raised, in words where they are known; else as it is."""
-    if isinstance(error, HeadstreamError):
-        return error
-    # Pools of processes or threads; Dask, of a task whose workers died too often.
-    if isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker":
-        return _Stopped(
-            f"a worker died ({error})",
-            "workers end for want of memory (fewer of them need less), by a signal, or where a "
-            "script starts a pool outside `if __name__ == '__main__':`",
-        )
-    if metric is not None and "pickle" in f"{type(error).__name__} {error}".lower():
-        return TaskError(
-            f"metric {metric.name!r} cannot be sent to workers: {error}",
-            hint="make it a named function of a module that workers can import, not a lambda or "
-            "a function inside a function; or run without an executor",
-        )
-    if isinstance(error, CancelledError) or "after shutdown" in str(error):
-        return _Stopped("the executor was shut down", "")
-    return error
 
 
 @contextmanager
@@ -263,7 +197,7 @@ def _kept(store: SweepStore | None, total: int) -> Iterator[None]:
                 f"{store.count()} of {total} blocks are kept in '{store.folder}', and the same "
                 "call goes on from there"
             )
-        if isinstance(error, _Stopped):
+        if isinstance(error, Stopped):
             raise SweepError(f"{error}; {words}", hint=error.hint) from error.__cause__
         error.add_note(words)
         raise
@@ -281,6 +215,11 @@ def _require_executor(executor: Any) -> None:
         f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}",
         hint="Dask gives one by Client.get_executor()",
     )
+
+
+def _require_folder(resume: Any) -> None:
+    if not isinstance(resume, (str, os.PathLike)) or not os.fspath(resume):
+        raise TaskError(f"resume must be the path of a folder, got {resume!r}")
 
 
 def _require_plain(model: Decoder, argument: str) -> None:

@@ -79,8 +79,8 @@ def alike(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 ONE_EACH = {f"L{layer}": [At("z", layer)] for layer in range(2)}
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "z": ("suffix", {"site": "z", "positions": "each"}),
-    "pattern": ("suffix", {"site": "pattern", "positions": "edges", "layers": [1]}),
+    "z": ("suffix", {"site": "z", "positions": "each", "layers": [1]}),
+    "pattern": ("suffix", {"site": "pattern", "positions": [(6, 2), (3, 1)], "layers": [1]}),
     "sets": (
         "suffix",
         {"site": {"both": [At("z", 0, 1), At("resid_pre", 1, place="source")]} | ONE_EACH},
@@ -123,7 +123,7 @@ def test_threads_share_no_model(model: Decoder, task: Task, engine: str) -> None
 def test_finished_blocks_are_not_run_again(
     model: Decoder, task: Task, tmp_path: Path, ran: list[int]
 ) -> None:
-    plan = SweepPlan(task, "z", positions="each")
+    plan = SweepPlan(task, "z", positions="each", layers=[1], heads=[0, 2])
     here = run_sweep(model, plan, progress=False, resume=tmp_path)
     total = len(blocks(plan, model.config))
     assert ran == list(range(total))
@@ -148,7 +148,7 @@ def test_finished_blocks_are_not_run_again(
 def test_ctrl_c_keeps_what_is_finished(
     model: Decoder, task: Task, tmp_path: Path, ran: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = SweepPlan(task, "z", positions="each")
+    plan = SweepPlan(task, "z", positions="each", layers=[1], heads=[0, 2])
     here = run_sweep(model, plan, progress=False)
     counting = SuffixSweep.run
 
@@ -175,7 +175,7 @@ def test_ctrl_c_keeps_what_is_finished(
 def test_a_dead_worker_is_an_error_and_the_sweep_goes_on_later(
     model: Decoder, task: Task, tmp_path: Path, ran: list[int]
 ) -> None:
-    plan = SweepPlan(task, "z", positions="each")
+    plan = SweepPlan(task, "z", positions="each", layers=[1], heads=[0, 2])
     here = run_sweep(model, plan, progress=False)
     total = len(blocks(plan, model.config))
     ran.clear()
@@ -251,6 +251,11 @@ class TestRefusals:
         with pytest.raises(TaskError, match=r"got str; Dask gives one by Client.get_executor\(\)"):
             patch(model, task, "z", executor="dask")
 
+    @pytest.mark.parametrize("resume", ["", 7])
+    def test_what_is_no_folder(self, model: Decoder, task: Task, resume: Any) -> None:
+        with pytest.raises(TaskError, match=f"resume must be the path of a folder, got {resume!r}"):
+            patch(model, task, "z", resume=resume)
+
     @pytest.mark.parametrize("argument", ["executor", "resume"])
     def test_a_model_that_is_more_than_its_weights(
         self, model: Decoder, task: Task, tmp_path: Path, argument: str
@@ -314,7 +319,7 @@ def test_progress_starts_where_the_folder_stands(
             bars[-1]["done"] += by
 
     monkeypatch.setattr("headstream.analyses.patching.sweep.tqdm", Bar)
-    plan = SweepPlan(task, "z", positions="each")
+    plan = SweepPlan(task, "z", positions="each", layers=[1], heads=[0, 2])
     cells = 3 * plan.grid(model.config).size
     run_sweep(model, plan, resume=tmp_path)
     gone = blocks(plan, model.config)[2]
