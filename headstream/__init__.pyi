@@ -2,6 +2,7 @@ from .analyses import Task as Task
 from .analyses import ablate as ablate
 from .analyses import audit as audit
 from .analyses import faithfulness as faithfulness
+from .analyses import induction as induction
 from .analyses import load_result as load_result
 from .analyses import patch as patch
 from .analyses import path_patch as path_patch

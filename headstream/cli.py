@@ -102,6 +102,7 @@ def with_commands() -> click.Group:
         audit,
         circuits,
         heads,
+        induction,
         models,
         patch,
         report,

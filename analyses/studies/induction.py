@@ -311,11 +311,11 @@ def _set_claim(joint: dict[str, Any], n: int) -> Claim:
             "induction.set", statement, reason="; ".join(joint["failed"]), where="induction"
         )
     random = joint["random"]
-    beside = (
-        f"; as many other heads at random {random['mean']:+.2f}, at most {random['largest']:+.2f}"
-        if random["sets"]
-        else ""
-    )
+    beside = ""
+    if random["sets"]:
+        beside = f"; as many other heads {random['mean']:+.2f}"
+    if random["sets"] > 1:
+        beside += f", mean of {random['sets']} random sets, at most {random['largest']:+.2f}"
     return Claim(
         "induction.set",
         statement,
