@@ -72,6 +72,10 @@ def sign_flips(
     (1 + flips): never 0. If 2^n <= n_flips all sign patterns are enumerated, the observed one among
     them, and p is exact: its floor is 2 / 2^n.
 
+    Swapping clean and corrupted of each pair by a coin is this null where a pair's noising effect
+    is minus its denoising one. Redundant sites restore more than they are needed for: swapped so,
+    their mean effect is not 0, and many pairs find that.
+
     Args:
         effects: raw effects in metric units; NaN where a prompt lacks the cell.
         n_flips: random sign patterns.
