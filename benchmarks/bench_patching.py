@@ -150,7 +150,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def row(part: Part) -> list[str]:
-    import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
     ours, size = our_sweep(part)
     theirs, share = their_sweep(part, native(part), every=part.every)
@@ -166,7 +166,7 @@ def row(part: Part) -> list[str]:
             if turn or part.repeats < 3:
                 seconds[name] = min(seconds[name], took)
     their_seconds = seconds["theirs"] / share
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         found = ours()
     work = counter.get_total_flops()
     scaled = "" if share == 1 else f" (from {share:.1%} of the sites)"
