@@ -27,7 +27,10 @@ def _head_recomputed(subject: Subject) -> Finding:
             run[attn + name].repeat_interleave(config.group_size, 2) for name in (k_name, "v")
         )
         scores = torch.einsum("bqhd,bkhd->bhqk", run[attn + q_name], keys) * config.scale
-        weights = torch.where(allowed, scores - scores.amax(-1, keepdim=True), -torch.inf).exp()
+        # Masked before the maximum is taken: one over later keys would swallow a row of low scores.
+        scores = torch.where(allowed, scores, -torch.inf)
+        highest = scores.amax(-1, keepdim=True)
+        weights = (scores - torch.where(highest.isfinite(), highest, 0.0)).exp()
         total = weights.sum(-1, keepdim=True)
         # A row that may read nothing writes nothing.
         weights = torch.where(total > 0, weights / total, 0.0)

@@ -112,7 +112,10 @@ def _result(
     """What the head writes: the weights of `scores` over what the OV product moves."""
     attn = subject.model.blocks[layer].attn
     circuit = ov_circuit(subject.model, layer, head, space="residual")
-    weights = (scores - scores.amax(-1, keepdim=True)).exp().tril()
+    # Masked before the maximum is taken: one over later keys would swallow a row of low scores.
+    later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(later, -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
     moved = x @ circuit.A @ circuit.B
     if attn.b_V is not None:
         moved = moved + attn.b_V[head // subject.model.config.group_size] @ attn.W_O[head]

@@ -24,8 +24,10 @@ from torch import Tensor
 from headstream.analyses.evidence import Claim, Evidence, measured, proven
 from headstream.analyses.kinds import AuditResult
 from headstream.analyses.result import Provenance
+from headstream.models.arguments import check_length, check_seed
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ExactnessError
+from headstream.models.vocabulary import check_tokens
 
 # Sums of some hundred float64 terms of order one round at about 1e-14; 1e-10 leaves room for depth
 # and width and is still a million times below what any wrong formula gives.
@@ -175,11 +177,17 @@ def audit(model: Decoder, tokens: Tensor | None = None, *, seed: int = 0) -> Aud
     """Run every registered check and measurement on `model`.
 
     Args:
-        tokens: `[batch, pos]` to run on; None draws from `seed`: 4 rows of up to 24 tokens for the
-            checks, and up to 32 rows that hold a random block twice for what is measured.
+        tokens: int64 `[batch, pos]`, or `[pos]` as one row, to run on; None draws from `seed`: 4
+            rows of up to 24 tokens for the checks, and up to 32 rows that hold a random block
+            twice for what is measured.
+        seed: of everything drawn.
     Returns:
         One claim a statement, PROVEN or FAILED or MEASURED; `.failed` says whether any check was
         over its bound, `.rows()` lists them with those that do not apply.
+    Raises:
+        ShapeError, TokenError: for tokens that the model cannot run on, a seed that is none, or a
+            weight that is NaN or infinite.
+        HookError: if something edits the model's runs.
     """
     register_all()
     subject = _subject(model, tokens, seed)
@@ -267,6 +275,7 @@ def _not_applicable(reason: Exception) -> dict[str, Any]:
 
 
 def _subject(model: Decoder, tokens: Tensor | None, seed: int) -> Subject:
+    seed = check_seed(seed)
     exact = copy.deepcopy(model).double()
     if tokens is None:
         generator = torch.Generator().manual_seed(seed)
@@ -276,6 +285,8 @@ def _subject(model: Decoder, tokens: Tensor | None, seed: int) -> Subject:
         if model.config.bos_token_id is not None:
             tokens[:, 0] = sample[:, 0] = model.config.bos_token_id
     else:
+        tokens = check_tokens(tokens, model.config.d_vocab)
+        check_length(tokens.shape[1], past=0, n_ctx=model.config.n_ctx)
         sample, sampled = tokens, f"the {len(tokens)} rows of tokens given"
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, : tokens.shape[1] // 3] = False

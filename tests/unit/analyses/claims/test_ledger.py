@@ -10,6 +10,7 @@ import torch
 from headstream.analyses.claims import ledger
 from headstream.analyses.claims.ledger import Finding, audit
 from headstream.models.decoder import Decoder
+from headstream.models.errors import HeadstreamError, ShapeError
 from headstream.models.store import load
 
 Make = Callable[..., Decoder]
@@ -210,3 +211,40 @@ def test_ids_are_unique() -> None:
 def test_provenance_says_how_the_checks_ran(toy: Make) -> None:
     provenance = audit(toy()).provenance
     assert (provenance.backend, provenance.dtype) == ("naive and flash", "float64")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scores_far_from_zero_are_scores_all_the_same(
+    toy: Make, failed: Failed, sign: float
+) -> None:
+    """The checks' own softmax holds where exp(score) under- or overflows, and a later key's score
+    is of no account."""
+    model = toy(attn_bias=True)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.b_Q.fill_(40.0 * sign)
+            block.attn.b_K.fill_(40.0)
+    assert failed(model, "A1", "M2") == set()
+    with torch.no_grad():
+        # Each position's key outdoes those before it by a thousand.
+        model = toy(norm="none", n_layers=1)
+        model.pos_embed.W_pos[:] = 1000.0 * sign * torch.arange(16.0)[:, None]
+        model.blocks[0].attn.W_Q.abs_()
+        model.blocks[0].attn.W_K.abs_()
+    assert failed(model, "A1", "M2") == set()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_audited(toy: Make) -> None:
+    model = toy()
+    assert not audit(model, torch.tensor([1, 2, 3])).failed
+    for tokens, words in (
+        ("a b", r"tokens must be an int64 tensor \[batch, pos\], got str"),
+        (torch.zeros(0, 3, dtype=torch.long), "not empty"),
+        (torch.zeros(1, 17, dtype=torch.long), "tokens are 17 long, over n_ctx = 16"),
+        (torch.tensor([[20]]), "is 20, outside the vocabulary"),
+    ):
+        with pytest.raises(HeadstreamError, match=words):
+            audit(model, tokens)
+    with pytest.raises(ShapeError, match="seed must be a whole number"):
+        audit(model, seed=1.5)
