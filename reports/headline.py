@@ -96,9 +96,7 @@ def _finding(study: Study) -> list[str]:
         sentences += [strongest] if strongest else []
     # A redundant set is what single places cannot show; a list of cuts is not news beside them.
     told = ("redundant_set",) if patchings else CUTS
-    sentences += [
-        formats.summary(item.result.summary()) for kind in told for item in study.of_kind(kind)[:1]
-    ]
+    sentences += [_together(item) for kind in told for item in study.of_kind(kind)[:1]]
     if not patchings:
         if not study.of_kinds("sinks", "paths", *CUTS):
             sentences.append("No intervention was run: nothing on this page is about cause.")
@@ -134,6 +132,15 @@ def _facts(study: Study) -> list[str]:
     ):
         facts += list(dict.fromkeys(values))[:2]
     return facts
+
+
+def _together(item: Item) -> str:
+    """What cuts showed; a set by its heads: up here no heading says which set is meant."""
+    text = item.result.summary()
+    if item.kind == "redundant_set":
+        heads = formats.listing([str(name) for name in item.details["set"]])
+        text = f"the set {heads} {text.removeprefix('the set ')}"
+    return formats.summary(text)
 
 
 def _labels(study: Study, item: Item) -> dict[str, str]:

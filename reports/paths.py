@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from headstream.analyses.evidence import Claim, Evidence
-from headstream.analyses.patching.path_result import path_label, ranked_paths
+from headstream.analyses.evidence import Evidence
 from headstream.analyses.patching.result import Cell as Path
 from headstream.reports import formats
-from headstream.reports.blocks import Block, Bullets, Figure, Fold, Heading, Prose, Section
-from headstream.reports.maps import Axis, heatmap, symmetric_limit
+from headstream.reports.blocks import Block, Bullets, Heading, Prose, Section
+from headstream.reports.path_cells import LOGITS, Paths, arrows, into, row_label
+from headstream.reports.path_map import map_blocks
 from headstream.reports.study import Item, Study
 from headstream.reports.tables import Cell, Column, Table, exact, number_cell, table
 
-LOGITS = "logits"
-_CHANNELS = {"q": "queries", "k": "keys", "v": "values"}
-_MOST = 20  # paths in the first table: report-design.md 3.3
-_MOST_ENDS = 24  # rows and columns of the map; of more the strongest are kept
-_MOST_WRITTEN = 14  # cells of a wider map are too narrow for their number
-_LONG_TABLE = 600  # a longer table shows effects alone
+_MOST = 20  # rows of a table: report-design.md 3.3
 _LIMITS = (
     (
         "One path at a time.",
@@ -71,8 +65,8 @@ def dominant(item: Item, labels: Mapping[str, str]) -> str:
     if strongest is None or strongest.mean == 0:
         return ""
     sender, _, receiver = strongest.label.partition("->")
-    head, _, channel = receiver.partition(".")
-    into = f"the {_CHANNELS[channel]} of {_named(head, labels)}" if channel else head
+    head = receiver.rpartition(".")[0] or receiver
+    where = into(receiver).replace(head, _named(head, labels))
     refused = item.details["normalized_refused"] is not None or math.isnan(strongest.normalized)
     value, ends = (
         (f"{strongest.mean:+.2f}", strongest.interval)
@@ -84,7 +78,7 @@ def dominant(item: Item, labels: Mapping[str, str]) -> str:
     label = Evidence.CAUSAL if strongest.causal else Evidence.UNKNOWN
     return formats.summary(
         f"Among {len(inner)} paths from one part to another the strongest leads from "
-        f"{_named(sender, labels)} into {into}: {value}{between} {unit}, {label} (n = "
+        f"{_named(sender, labels)} {where}: {value}{between} {unit}, {label} (n = "
         f"{strongest.n})"
     )
 
@@ -94,73 +88,15 @@ def _named(name: str, labels: Mapping[str, str]) -> str:
     return name if label == "none" else f"{name} ({label})"
 
 
-@dataclass(frozen=True)
-class Paths:
-    """The paths of one result by their labels, and the two ends in the order of the model.
-
-    Attributes:
-        cells: path by label, the largest effect first.
-        senders: with their place, if the result tells places apart: `L0H1@query`.
-        receivers: their names; `receiver` has that of each label.
-        claims: by label, of what is claimed.
-        alpha: level of the test.
-    """
-
-    cells: Mapping[str, Path]
-    senders: tuple[str, ...]
-    receivers: tuple[str, ...]
-    receiver: Mapping[str, str]
-    claims: Mapping[str, Claim]
-    alpha: float
-
-    @classmethod
-    def of(cls, item: Item) -> Paths:
-        """What a result of kind `paths` holds."""
-        data = item.result.data
-        names = [str(name) for name in data["sender"].values.tolist()]
-        places = [dim for dim in ("role", "pos") if dim in data["mean"].dims]
-        senders = tuple(
-            _sender(path_label({"sender": name, "receiver": "", **dict(zip(places, [place]))}))
-            for name in names
-            for place in (data[places[0]].values.tolist() if places else [None])
-        )
-        receivers = tuple(str(name) for name in data["receiver"].values.tolist())
-        cells = {path.label: path for path in ranked_paths(data)}
-        return cls(
-            cells=cells,
-            senders=senders,
-            receivers=receivers,
-            receiver={label: label.partition("->")[2] for label in cells},
-            claims={
-                claim.id.removeprefix("path."): claim
-                for claim in item.result.claims
-                if claim.id.startswith("path.")
-            },
-            alpha=float(item.details.get("alpha", 0.05)),
-        )
-
-    def at(self, sender: str, receiver: str) -> Path | None:
-        """The path between two ends; None where the sender does not come first."""
-        return self.cells.get(f"{sender}->{receiver}")
-
-    def struck(self, path: Path) -> bool:
-        """Whether it was tested and cannot be told from no effect."""
-        return math.isfinite(path.p_value) and path.p_value > self.alpha
-
-
-def _sender(label: str) -> str:
-    return label.removesuffix("->")
-
-
 def _one(item: Item) -> list[Block]:
     found = Paths.of(item)
     if not found.cells:
         return [Prose("No path was computed.")]
     return [
-        Prose(_arrows(formats.summary(item.result.summary()))),
+        Prose(arrows(formats.summary(item.result.summary()))),
         Prose(_held(item)),
         _table(item, found),
-        *_map_blocks(item, found),
+        *map_blocks(item, found),
         _totals(item, found),
     ]
 
@@ -199,12 +135,12 @@ def _table(item: Item, found: Paths) -> Table:
     ]
     rows = [
         [
-            Cell(_arrows(path.label), note=_into(found.receiver[path.label]), code=True),
+            Cell(arrows(path.label), note=into(found.receiver[path.label]), code=True),
             number_cell(path.mean, low=path.interval[0], high=path.interval[1], sign=True),
             *([] if refused else [_share(path)]),
             Cell(formats.probability(path.p_value), value=exact(path.p_value)),
             number_cell(path.unrelated, sign=True),
-            _evidence(path, found.claims),
+            _evidence(path, found),
         ]
         for path in chosen
     ]
@@ -218,18 +154,6 @@ def _table(item: Item, found: Paths) -> Table:
     return table(f"{which}, {item.manner}, n = {item.n}", columns, rows)
 
 
-def _arrows(text: str) -> str:
-    return text.replace("->", " → ")
-
-
-def _into(receiver: str) -> str:
-    """In words, what the receiver is."""
-    name, _, channel = receiver.partition(".")
-    if name == LOGITS:
-        return "straight to the answer"
-    return f"into the {_CHANNELS[channel]} of {name}" if channel else f"into {name}"
-
-
 def _share(path: Path) -> Cell:
     low, high = path.normalized_interval
     bounded = math.isfinite(low) and math.isfinite(high)
@@ -240,140 +164,14 @@ def _share(path: Path) -> Cell:
     )
 
 
-def _evidence(path: Path, claims: Mapping[str, Claim]) -> Cell:
+def _evidence(path: Path, found: Paths) -> Cell:
     """The label, and where it is UNKNOWN the condition that failed."""
-    claim = claims.get(path.label)
+    claim = found.claims.get(path.label)
     if path.causal:
         return Cell(evidence=Evidence.CAUSAL)
     if claim is None:
         return Cell("no claim")
     return Cell(evidence=claim.evidence, note=formats.minus(claim.reason))
-
-
-def _map_blocks(item: Item, found: Paths) -> list[Block]:
-    """Receivers down, senders across; the logits are in the table of totals."""
-    size: dict[str, float] = {}
-    for label, path in found.cells.items():
-        sender, _, receiver = label.partition("->")
-        if receiver != LOGITS:
-            for end in (f"< {sender}", f"> {receiver}"):
-                size[end] = max(size.get(end, 0.0), abs(path.mean))
-    senders = _strongest(found.senders, "< ", size)
-    receivers = _strongest(found.receivers, "> ", size)
-    if len(senders) * len(receivers) < 2:
-        return []
-    return [
-        _map(item, found, senders, receivers),
-        Fold("The same numbers as a table", (_grid(item, found, senders, receivers),)),
-    ]
-
-
-def _strongest(ends: Sequence[str], which: str, size: Mapping[str, float]) -> list[str]:
-    """Those with a path, in the order of the model; of too many those with the largest effects."""
-    there = [end for end in ends if which + end in size]
-    kept = set(sorted(there, key=lambda end: -size[which + end])[:_MOST_ENDS])
-    return [end for end in there if end in kept]
-
-
-def _map(item: Item, found: Paths, senders: Sequence[str], receivers: Sequence[str]) -> Figure:
-    grid = [[found.at(sender, receiver) for sender in senders] for receiver in receivers]
-    mean = [[math.nan if path is None else path.mean for path in row] for row in grid]
-    limit = symmetric_limit([mean])
-    written = len(senders) <= _MOST_WRITTEN
-    drawn = [(r, c, path) for r, row in enumerate(grid) for c, path in enumerate(row) if path]
-    drawing = heatmap(
-        mean,
-        rows=Axis("", tuple(_row_label(receiver) for receiver in receivers)),
-        columns=Axis("sender", tuple(senders)),
-        limit=limit,
-        unit=item.unit,
-        hover=[[[] if path is None else _hover(item, path) for path in row] for row in grid],
-        texts=[
-            [
-                formats.short(path.mean, sign=True)
-                if path and written and path.mean and not found.struck(path)
-                else ""
-                for path in row
-            ]
-            for row in grid
-        ],
-        faint=[(r, c) for r, c, path in drawn if found.struck(path)],
-        framed=[(r, c) for r, c, path in drawn if path.causal],
-    )
-    inner = [path for path in found.cells.values() if found.receiver[path.label] != LOGITS]
-    top = max(inner, key=lambda path: abs(path.mean))
-    faint = sum(found.struck(path) for path in inner)
-    hidden = len(inner) - len(drawn)
-    return Figure(
-        id=f"figure-{item.anchor}",
-        name=f"Map of paths: {item.name}",
-        alt=f"{len(inner)} paths from one part to another: the strongest is "
-        f"{top.label.replace('->', ' to ')}, {formats.with_unit(top.mean, item.unit)}; {faint} are "
-        "not distinguishable from no effect.",
-        caption=f"Mean effect of handing what the sender (across) wrote to one receiver (down) "
-        f"alone, {item.manner}, n = {item.n} prompt pairs, in {item.unit}; the scale runs from "
-        f"−{formats.number(limit)} to +{formats.number(limit)}. Frame: CAUSAL. Stroke: "
-        f"p > {found.alpha:g} by sign flips with the maximum over all {item.details['family']} "
-        "paths that are not exactly zero. "
-        + ("Grey: the sender comes later. " if len(drawn) < len(senders) * len(receivers) else "")
-        + (
-            f"Not shown: {hidden} of {len(inner)} paths; the ends with the largest effects are. "
-            if hidden
-            else ""
-        )
-        + (
-            "Paths straight to the logits are in the table below."
-            if LOGITS in found.receivers
-            else "Nothing is hidden."
-            if not hidden
-            else ""
-        ),
-        spec=drawing.spec,
-        height=drawing.height,
-        width=drawing.width,
-    )
-
-
-def _row_label(receiver: str) -> str:
-    name, _, channel = receiver.partition(".")
-    return f"{name} {_CHANNELS[channel]}" if channel else name
-
-
-def _hover(item: Item, path: Path) -> list[str]:
-    lines = [
-        _arrows(path.label),
-        f"effect {formats.number(path.mean, sign=True)} {item.unit} "
-        f"{formats.interval(*path.interval, sign=True)}",
-    ]
-    if math.isfinite(path.normalized):
-        lines.append(f"{formats.share(path.normalized)} of the gap")
-    if math.isfinite(path.p_value):
-        lines.append(f"p {formats.probability(path.p_value)} over all paths")
-    return lines
-
-
-def _grid(item: Item, found: Paths, senders: Sequence[str], receivers: Sequence[str]) -> Table:
-    brief = len(senders) * len(receivers) > _LONG_TABLE
-    rows = []
-    for receiver in receivers:
-        cells = [Cell(_row_label(receiver))]
-        for sender in senders:
-            path = found.at(sender, receiver)
-            if path is None:
-                cells.append(Cell("–"))
-            elif brief:
-                cells.append(number_cell(path.mean, sign=True))
-            else:
-                low, high = path.interval
-                cells.append(number_cell(path.mean, low=low, high=high, sign=True))
-        rows.append(cells)
-    columns = [Column("receiver"), *(Column(f"from {name}", numeric=True) for name in senders)]
-    return table(
-        f"Effects of paths in {item.unit}" + ("" if brief else ", with 95% intervals"),
-        columns,
-        rows,
-        sortable=False,
-    )
 
 
 def _totals(item: Item, found: Paths) -> Table:
@@ -383,7 +181,7 @@ def _totals(item: Item, found: Paths) -> Table:
         data[name].values.ravel().tolist() for name in ("total", "total_low", "total_high")
     )
     direct = LOGITS in found.receivers
-    claimed = any(found.receiver[label] == LOGITS for label in found.claims)
+    claimed = any(found.receiver.get(label) == LOGITS for label in found.claims)
     columns = [
         Column("sender"),
         *(
@@ -413,13 +211,9 @@ def _totals(item: Item, found: Paths) -> Table:
                 Cell("–")
                 if best is None
                 else Cell(
-                    _row_label(name), note=formats.number(best.mean, sign=True), value=best.mean
+                    row_label(name), note=formats.number(best.mean, sign=True), value=best.mean
                 ),
-                *(
-                    [Cell("–") if path is None else _evidence(path, found.claims)]
-                    if claimed
-                    else []
-                ),
+                *([Cell("–") if path is None else _evidence(path, found)] if claimed else []),
             ]
         )
     rows.sort(key=lambda row: -abs(row[2 if direct else 1].value or 0.0))
@@ -427,7 +221,7 @@ def _totals(item: Item, found: Paths) -> Table:
         "What each sender does straight to the answer, and in all: through everything that "
         "follows it",
         columns,
-        rows[:_MOST_ENDS],
+        rows[:_MOST],
     )
 
 

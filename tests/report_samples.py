@@ -16,6 +16,12 @@ from headstream.analyses.kinds import (
     HeadsResult,
     SinksResult,
 )
+from headstream.analyses.patching.cut_results import (
+    AblationResult,
+    FaithfulnessResult,
+    RedundancyResult,
+)
+from headstream.analyses.patching.path_result import PathResult, path_claims
 from headstream.analyses.patching.result import PatchingResult, ranked_cells
 from headstream.analyses.patching.words import sentence
 from headstream.analyses.result import Provenance, Result
@@ -494,6 +500,318 @@ def circuits(
     )
 
 
+METRIC = {
+    "name": "logit_difference",
+    "formula": "logit(answer) - logit(wrong)",
+    "unit": "nats",
+    "noun": "the answer",
+}
+
+
+def paths(
+    *,
+    n: int = 12,
+    direction: str = "denoise",
+    roles: Sequence[str] = (),
+    refused: str | None = None,
+    freeze_mlps: bool = True,
+    receivers: Sequence[str] | None = None,
+    **origin: Any,
+) -> PathResult:
+    """L0H1 feeds the keys of L1H2; L0H2 would feed them too, were it not for the control."""
+    sign = 1.0 if direction == "denoise" else -1.0
+    senders = ["L0H0", "L0H1", "L0H2", "L1H2"]
+    names = [f"L1H{head}.{channel}" for channel in "qkv" for head in range(3)] + ["logits"]
+    names = names if receivers is None else list(receivers)
+    mean = np.full((len(senders), len(names)), 0.02)
+    known = {("L0H1", "L1H2.k"): 4.0, ("L0H2", "L1H2.k"): -0.75, ("L1H2", "logits"): 3.5}
+    for (sender, receiver), value in known.items():
+        if receiver in names:
+            mean[senders.index(sender), names.index(receiver)] = value
+    # A head of the last layer is read by the logits alone.
+    mean[3, [name != "logits" for name in names]] = np.nan
+    mean *= sign
+    dims: tuple[str, ...] = ("sender", "receiver")
+    coords: dict[str, Any] = {"sender": senders, "receiver": names}
+    if roles:
+        mean = mean[..., None] * np.linspace(1, 0.5, len(roles))
+        dims, coords = (*dims, "role"), coords | {"role": list(roles)}
+    rng = np.random.default_rng(0)
+    noise = 0.05 * rng.standard_normal((*mean.shape, n))
+    effects = mean[..., None] * (1 + noise - noise.mean(axis=-1, keepdims=True))
+    p_value = np.where(np.abs(mean) > 0.3, 0.0002, 0.61)
+    p_value = np.where(np.isfinite(mean) & (n >= 6), p_value, np.nan)
+    gap = 5.0
+    shares = np.full(mean.shape, np.nan) if refused else sign * mean / gap
+    total = np.nansum(mean, axis=1)
+    data = xr.Dataset(
+        {
+            "effects": ((*dims, "example"), effects),
+            "clean": (("example",), 3.0 + 0.1 * rng.standard_normal(n)),
+            "corrupted": (("example",), -2.0 + 0.1 * rng.standard_normal(n)),
+            "mean": (dims, mean),
+            "low": (dims, mean - 0.1),
+            "high": (dims, mean + 0.1),
+            "normalized": (dims, shares),
+            "normalized_low": (dims, shares - 0.02),
+            "normalized_high": (dims, shares + 0.02),
+            "p_value": (dims, p_value),
+            "q_value": (dims, p_value / 2),
+            "unrelated": (dims, np.where(sign * mean < 0, mean, 0.1 * mean)),
+            "second": (dims, 0.5 * mean),
+            "causal": (dims, (sign * np.nan_to_num(mean) > 1) & (n >= 6)),
+            "total_effects": (
+                (*(dim for dim in dims if dim != "receiver"), "example"),
+                np.repeat(total[..., None], n, axis=-1),
+            ),
+            "total": (tuple(dim for dim in dims if dim != "receiver"), total),
+            "total_low": (tuple(dim for dim in dims if dim != "receiver"), total - 0.1),
+            "total_high": (tuple(dim for dim in dims if dim != "receiver"), total + 0.1),
+        },
+        coords={**coords, "example": np.arange(n)},
+    )
+    details: dict[str, Any] = {
+        "site": "path",
+        "positions": "roles" if roles else "all",
+        "direction": direction,
+        "values": "pair",
+        "engine": "suffix",
+        "freeze_mlps": freeze_mlps,
+        "metric": dict(METRIC),
+        "second_metric": {"name": "log-probability", "formula": "", "unit": "nats", "noun": ""},
+        "family": int(np.isfinite(p_value).sum()),
+        "flips": 4096,
+        "alpha": 0.05,
+        "self_patch_max": 0.0,
+        "self_patch_bound": 0.0,
+        "random_site_95": 0.12,
+        "gap": {"mean": gap, "low": 4.9, "high": 5.1, "floor": 0.5, "small": 0},
+        "normalized_refused": refused,
+        "prompts": [prompt() for _ in range(n)],
+        "warnings": [],
+    }
+    return PathResult(
+        title=f"Path patching, {direction}",
+        data=data,
+        provenance=provenance(**origin),
+        claims=path_claims(data, details),
+        details=details,
+    )
+
+
+def redundant(*, causal: bool = True, **origin: Any) -> RedundancyResult:
+    """Two heads that stand in for each other, and a third that does not."""
+    names, n = ["L1H0", "L1H2", "L1H3"], 12
+    alone, recovered = np.array([-0.25, -0.5, 0.0]), np.array([0.62, 0.81, 0.04])
+    wave = 1 + 0.05 * np.cos(np.arange(n))
+    return RedundancyResult(
+        title="A set of 3 heads of toy-2l, cut together and one by one",
+        data=xr.Dataset(
+            {
+                "base": ("example", 5 * wave),
+                "joint": ("example", -4 * wave),
+                "alone": (("head", "example"), alone[:, None] * wave),
+                "restored": (("head", "example"), -4 * (1 - recovered[:, None]) * wave),
+                "alone_mean": ("head", alone),
+                "alone_p": ("head", np.array([0.4, 0.2, np.nan])),
+                "recovered": ("head", recovered),
+                "recovered_low": ("head", recovered - 0.03),
+                "recovered_high": ("head", recovered + 0.03),
+                "member": ("head", (recovered > 0.2) & causal),
+            },
+            coords={"head": names, "example": np.arange(n)},
+        ),
+        provenance=provenance(**origin),
+        claims=(
+            proven("self_cut.z", "cut to their own values nothing moves", error=0.0, bound=3e-3),
+            Claim(
+                "set",
+                f"the set {', '.join(names)} is needed for the answer",
+                Evidence.CAUSAL if causal else Evidence.UNKNOWN,
+                -4.0,
+                "nats",
+                (-4.1, -3.9),
+                n,
+                "p = 0.0002; values: zero" if causal else "p = 0.3 > 0.05; values: zero",
+                "ablation",
+            ),
+            *(
+                Claim(
+                    f"set.{name}",
+                    f"{name} can stand in for the rest of the set",
+                    Evidence.CAUSAL if causal and share > 0.2 else Evidence.UNKNOWN,
+                    share,
+                    "of what the cut took",
+                    (share - 0.03, share + 0.03),
+                    n,
+                    f"restoring it alone recovers {share:.0%}",
+                    "ablation",
+                )
+                for name, share in zip(names, recovered.tolist())
+            ),
+        ),
+        details={
+            "set": names,
+            "values": "zero",
+            "values_in_words": "zero",
+            "how": "full",
+            "metric": dict(METRIC),
+            "worse": -1,
+            "joint": {"mean": -4.0, "low": -4.1, "high": -3.9}
+            | {"p_value": 0.0002 if causal else 0.3, "control": -0.125, "causal": causal},
+            "least": 0.2,
+            "control": "the same cut does as much to the corrupted prompts",
+            "family": 3,
+            "self_cut_max": 0.0,
+            "self_cut_bound": 3e-3,
+            "n": n,
+        },
+    )
+
+
+def faithful(*, refused: str | None = None, **origin: Any) -> FaithfulnessResult:
+    """Two heads that are nearly all of the model."""
+    circuit, n = ["L0H1", "L1H2"], 12
+    parts: dict[str, dict[str, Any]] = {
+        "faithfulness": {"value": 0.97, "low": 0.95, "high": 0.99, "random_mean": 0.1}
+        | {"percentile": 1.0, "at_least": 0},
+        "left": {"value": 0.01, "low": -0.01, "high": 0.03, "random_mean": 0.6}
+        | {"percentile": 0.75, "at_least": 5},
+    }
+    if refused is not None:
+        for part in parts.values():
+            part |= {"value": None, "low": None, "high": None, "percentile": None}
+    choices = {
+        "unit": "attention heads (z before W_O)",
+        "nodes or edges": "nodes",
+        "values": "the mean over the uncut prompts, position by position",
+        "positions": "all",
+        "direction": "heads are cut in the run on the clean prompts",
+        "circuit or complement": "all heads but the circuit for faithfulness",
+    }
+    return FaithfulnessResult(
+        title="A circuit of 2 heads of toy-2l, and the rest",
+        data=xr.Dataset(
+            {
+                **{
+                    name: ("example", value + 0.1 * np.cos(np.arange(n)))
+                    for name, value in (
+                        ("full", 5),
+                        ("empty", 0),
+                        ("circuit", 4.85),
+                        ("without", 0.05),
+                    )
+                },
+                "random_faithfulness": ("random", np.linspace(0, 0.2, 20)),
+                "random_left": ("random", np.linspace(0.2, 1, 20)),
+            },
+            coords={"example": np.arange(n), "random": np.arange(20)},
+        ),
+        provenance=provenance(**origin),
+        claims=(
+            proven("self_cut.z", "cut to their own values nothing moves", error=0.0, bound=3e-3),
+            *(
+                Claim(
+                    id,
+                    f"the circuit L0H1, L1H2 {words} the answer",
+                    Evidence.CAUSAL,
+                    parts[part]["value"],
+                    unit,
+                    None if refused else (parts[part]["low"], parts[part]["high"]),
+                    n,
+                    "p = 0.0002",
+                    "ablation",
+                )
+                for id, words, part, unit in (
+                    ("circuit.faithful", "carries", "faithfulness", "kept"),
+                    ("circuit.complete", "is needed for", "left", "left without it"),
+                )
+            ),
+        ),
+        details={
+            "circuit": circuit,
+            "choices": choices,
+            "values": "mean",
+            **parts,
+            "refused": refused,
+            "metric": dict(METRIC),
+            "n_random": 20,
+            "all_sets": False,
+            "self_cut_max": 0.0,
+            "self_cut_bound": 3e-3,
+            "n": n,
+        },
+    )
+
+
+def ablation(*, cuts: int = 8, how: str = "full", **origin: Any) -> AblationResult:
+    """Every head cut alone, and two of them together."""
+    n = 12
+    names = [*(f"L{i // 4}H{i % 4}" for i in range(cuts)), "pair"]
+    mean = np.full(len(names), 0.01)
+    mean[1], mean[-1] = -4.0, -4.5
+    p = np.where(mean < -1, 0.0002, 0.8)
+    return AblationResult(
+        title="Heads of toy-2l cut",
+        data=xr.Dataset(
+            {
+                "effects": (("cut", "example"), mean[:, None] * np.ones(n)),
+                "base": ("example", np.full(n, 5.0)),
+                "mean": ("cut", mean),
+                "low": ("cut", mean - 0.1),
+                "high": ("cut", mean + 0.1),
+                "control": ("cut", 0.1 * mean),
+                "p_value": ("cut", p),
+                "q_value": ("cut", p),
+                "size": ("cut", np.array([1] * cuts + [2])),
+                "lost": ("cut", -mean / 5),
+                "lost_low": ("cut", -mean / 5 - 0.02),
+                "lost_high": ("cut", -mean / 5 + 0.02),
+                "causal": ("cut", mean < -1),
+            },
+            coords={"cut": names, "example": np.arange(n)},
+        ),
+        provenance=provenance(**origin),
+        claims=(
+            Claim(
+                "cut.L0H1",
+                "L0H1 is needed for the answer",
+                Evidence.CAUSAL,
+                -4.0,
+                "nats",
+                (-4.1, -3.9),
+                n,
+                "p = 0.0002; values: zero",
+                "ablation",
+            ),
+            Claim(
+                "cut.pair",
+                "pair (L0H1, L0H2) is needed for the answer",
+                Evidence.UNKNOWN,
+                -4.5,
+                "nats",
+                (-4.6, -4.4),
+                n,
+                "the corrupted prompts lose as much: -0.45 nats; values: zero",
+                "ablation",
+            ),
+        ),
+        details={
+            "values": "zero",
+            "values_in_words": "zero",
+            "how": how,
+            "metric": dict(METRIC),
+            "worse": -1,
+            "cuts": {name: [name] for name in names[:-1]} | {"pair": ["L0H1", "L0H2"]},
+            "control": "the same cut does as much to the corrupted prompts",
+            "family": len(names),
+            "self_cut_max": 0.0,
+            "self_cut_bound": 3e-3,
+            "n": n,
+        },
+    )
+
+
 def everything() -> list[Result]:
     """One of each kind, and two more maps."""
     return [
@@ -502,6 +820,10 @@ def everything() -> list[Result]:
         patching(),
         patching(direction="noise"),
         by_position(),
+        paths(),
+        redundant(),
+        faithful(),
+        ablation(),
         decomposition(),
         sinks(),
         circuits(),

@@ -85,7 +85,7 @@ def lightness(browser) -> float:
 
 def test_every_figure_is_drawn(browser, drawn) -> None:
     plots = browser.run("return document.querySelectorAll('.plot').length")
-    assert plots == 9
+    assert plots == 10
     shown = browser.run(
         "return [...document.querySelectorAll('.plot')].map("
         "(p) => p.querySelectorAll('.main-svg').length > 0 && p.clientHeight > 100)"
@@ -251,7 +251,7 @@ def test_printing_draws_and_opens_everything(browser, report) -> None:
     )
     paper = base64.b64decode(browser.command("Page.printToPDF", printBackground=True)["data"])
     assert paper.startswith(b"%PDF")
-    assert browser.run("return window.atPrint") == {"drawn": 9, "closed": 0, "zero": "#ffffff"}
+    assert browser.run("return window.atPrint") == {"drawn": 10, "closed": 0, "zero": "#ffffff"}
     assert browser.run("return document.querySelectorAll('details[open]').length") == 0
     assert lightness(browser) < 0.2
     assert browser.messages() == []
@@ -277,13 +277,13 @@ def test_without_scripts_words_and_tables_are_there(browser, report) -> None:
                 seen += box["height"] > 0
             return seen
 
-        assert boxes(".finding") == 2
+        assert boxes(".finding") == 4
         assert boxes("#claims tbody tr") > 10
         assert boxes("#effects table") == 3
         assert boxes("#audit table") == 1
         assert boxes("#prompts .strip mark") == 2
-        assert boxes("figcaption") == 9
-        assert boxes("noscript p") == 9
+        assert boxes("figcaption") == 10
+        assert boxes("noscript p") == 10
         assert boxes(".plot") == 0
         assert boxes("button") == 0
         assert browser.messages() == []

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import xarray as xr
 
+from headstream.analyses import standard
+from headstream.analyses.kinds import HeadsResult
 from headstream.analyses.patching.task import Task
+from headstream.analyses.result import Provenance
 from headstream.analyses.standard import standard_study
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
@@ -14,8 +18,22 @@ from headstream.reports.closing import limits
 from headstream.reports.study import Study
 
 
-def toy(card: dict[str, object] | None = None) -> Decoder:
-    sizes = dict(n_layers=1, n_heads=2, d_model=8, d_head=4, d_vocab=20, n_ctx=16)
+def census(labels: list[list[str]]) -> HeadsResult:
+    layers, heads = len(labels), len(labels[0])
+    return HeadsResult(
+        title="Head census",
+        data=xr.Dataset(
+            {"label": (("layer", "head"), labels)},
+            {"layer": list(range(layers)), "head": list(range(heads))},
+        ),
+        provenance=Provenance.of(toy(), seed=0),
+        claims=(),
+        details={"n": 4},
+    )
+
+
+def toy(card: dict[str, object] | None = None, n_layers: int = 1) -> Decoder:
+    sizes = dict(n_layers=n_layers, n_heads=2, d_model=8, d_head=4, d_vocab=20, n_ctx=16)
     model = Decoder(DecoderConfig(**sizes))  # type: ignore[arg-type]
     model.card = card
     return model
@@ -64,3 +82,69 @@ def test_what_the_models_own_task_cannot_do_is_left_out_once(
 def test_a_seed_that_is_none() -> None:
     with pytest.raises(TaskError, match="seed must be a whole number"):
         standard_study(toy(), seed=-1, progress=False)
+
+
+def test_paths_lead_from_head_to_head_and_the_census_names_the_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    labels = [["previous-token", "none"], ["induction pattern", "induction pattern"]]
+    monkeypatch.setattr(standard, "heads", lambda model, seed: census(labels))
+    results = standard_study(toy(n_layers=2), task=pairs(), progress=False)
+    order = ["paths", "redundant_set", "faithfulness"]
+    order += ["decomposition", "heads", "circuits", "sinks"]
+    kinds = [result.kind for result in results if result.kind in order]
+    assert kinds == order, "in the order of the page"
+    found = {result.kind: result for result in results}
+    swept = found["paths"].data
+    assert swept["sender"].values.tolist() == ["L0H0", "L0H1"]
+    assert swept["receiver"].values.tolist() == [
+        *(f"L1H{head}.{channel}" for channel in "qkv" for head in range(2)),
+        "logits",
+    ]
+    assert bool(swept["mean"].notnull().all()), "no bytes for paths that there are not"
+    assert found["redundant_set"].details["set"] == ["L1H0", "L1H1"]
+    assert found["faithfulness"].details["circuit"] == ["L0H0", "L1H0", "L1H1"]
+    assert found["faithfulness"].details["values"] == "mean"
+    left_out = results[0].details.get("left_out") or []
+    assert not [why for why in left_out if why.startswith(("paths", "redundant", "circuit"))]
+
+
+def test_sets_that_the_census_does_not_name_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = [["previous-token", "none"], ["induction pattern", "none"]]
+    monkeypatch.setattr(standard, "heads", lambda model, seed: census(labels))
+    results = standard_study(toy(n_layers=2), task=pairs(), progress=False)
+    (why,) = [why for why in results[0].details["left_out"] if why.startswith("redundant")]
+    assert why.startswith("redundant set: a redundant set takes two heads or more, got L1H0")
+    assert "faithfulness" in [result.kind for result in results]
+
+
+@pytest.mark.parametrize(
+    ("most", "receivers", "said"),
+    [
+        (14, ["q", "k", "v", "logits"], None),
+        (6, ["logits"], "only those straight to the answer were swept"),
+        (1, [], "none was swept"),
+    ],
+)
+def test_more_paths_than_a_page_holds(
+    monkeypatch: pytest.MonkeyPatch, most: int, receivers: list[str], said: str | None
+) -> None:
+    monkeypatch.setattr(standard, "_MOST_PATHS", most)
+    senders, swept, left_out = standard._path_ends(toy(n_layers=2).config)
+    assert (senders, swept) == (["L0H0", "L0H1"], receivers)
+    assert left_out == (
+        []
+        if said is None
+        else [
+            f"paths: {said}; with those from head to head there are 14, and a report takes {most}; "
+            "path_patch takes the senders and receivers that you name"
+        ]
+    )
+
+
+def test_one_layer_has_no_path_from_head_to_head() -> None:
+    results = standard_study(toy(), task=pairs(), progress=False)
+    assert (
+        "paths: heads of a single layer hand nothing to each other"
+        in (results[0].details["left_out"])
+    )

@@ -146,7 +146,7 @@ def test_library_is_left_out_of_a_page_without_figures(samples, parse) -> None:
 
 def test_every_figure_has_its_numbers_its_words_and_its_room(root) -> None:
     figures = root.find("figure")
-    assert len(figures) == 9
+    assert len(figures) == 10
     style = root.find("style")[0].text
     specs = json.loads(unpack(root.by_id("figures-packed").text))
     for figure in figures:
@@ -228,7 +228,7 @@ def test_what_results_share_stands_once(root, samples) -> None:
     assert set(value["shared"]["prompts"][0]) == {"vocabulary", "columns"}
     assert all(item["provenance"] == {"shared": 0} for item in value["results"])
     pointers = [item["details"].get("prompts") for item in value["results"]]
-    assert [p for p in pointers if p] == [{"shared": 0}] * 3
+    assert [p for p in pointers if p] == [{"shared": 0}] * 4
     other = samples.patching(prompts=[samples.prompt(new=" Ann")])
     twin = json.loads(Twin.of("t", [samples.patching(), other, samples.patching()]).text)
     assert [item["details"]["prompts"]["shared"] for item in twin["results"]] == [0, 1, 0]

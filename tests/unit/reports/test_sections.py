@@ -67,6 +67,8 @@ def test_order_of_the_page(samples) -> None:
         "prompts",
         "metric",
         "effects",
+        "paths",
+        "sets",
         "heads",
         "circuits",
         "sinks",
