@@ -12,8 +12,8 @@ sinks          sink_mass (and _low, _high), sink_rate, value_drain, written_drai
                mass_by_position (layer, head, position)   peak (layer)
                effect (and _low, _high, _p, _control, _causal) (cut, layer, head)
                together (likewise) (cut)   effects, together_effects (..., example)
-induction      induction (and _low, _high), position_control, content_control (distance, layer,
-               head)   chance (distance)   label, candidate, member, copying (layer, head)
+induction      induction, position_control, content_control (distance, layer, head)
+               chance (distance)   label, copying (layer, head)
                gapped (and _low, _high, _control), fixed (and _low, _high), fixed_distance,
                alone (and _low, _high, _p, _control), restored (and _low, _high) (layer, head)
                joint (example), where there are candidates; in details["joint"] its test

@@ -2,14 +2,14 @@
 
 Audit of the identities; for a model with a task, patching of every head in both directions, of
 heads and stream by role, paths from head to head and to the answer, and direct logit attribution;
-then the head census, each head taken apart, and what rests on the first token. The census says,
-before any effect is looked at, which heads are cut as a set and which circuit is set beside random
-ones.
+then the head census, the induction study of a model that continues repeats, each head taken apart,
+and what rests on the first token. The census says, before any effect is looked at, which heads are
+cut as a set and which circuit is set beside random ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,8 @@ from headstream.analyses.patching.sets import redundant_set
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Result
 from headstream.analyses.studies.circuits import circuits
-from headstream.analyses.studies.heads import heads
+from headstream.analyses.studies.heads import OPEN_QUESTION, heads
+from headstream.analyses.studies.induction import induction
 from headstream.analyses.studies.sinks import sinks
 from headstream.analyses.studies.writes import direct_writes
 from headstream.models.config import DecoderConfig
@@ -45,7 +46,7 @@ _INDUCTION, _PREVIOUS = "induction pattern", "previous-token"
 # Results of a study in the order of the report's sections.
 _ORDER = (
     *("audit", "patching", "paths", "redundant_set", "faithfulness", "decomposition", "heads"),
-    *("circuits", "sinks"),
+    *("induction", "circuits", "sinks"),
 )
 
 
@@ -75,7 +76,9 @@ def standard_study(
     own = task is not None
     if task is None and (model.card or {}).get("task"):
         task = Task.for_model(model, n=n, seed=seed)
-    steps: list[tuple[str, Callable[[], Result]]] = [("audit", lambda: audit(model, seed=seed))]
+    steps: list[tuple[str, Callable[[], Result | None]]] = [
+        ("audit", lambda: audit(model, seed=seed))
+    ]
     if task is not None:
         steps += [(_PATCHING, step) for step in _patching(model, task, seed)]
         steps.append(("decomposition", lambda: direct_writes(model, task, seed=seed)))
@@ -84,6 +87,7 @@ def standard_study(
     steps.append(("sinks", lambda: sinks(model, seed=seed)))
     results: list[Result] = []
     left_out: list[str] = [] if task is not None else [_no_task(model)]
+    steps.append(("induction", lambda: _repeats(model, results, seed)))
     if task is not None:
         senders, receivers, why = _path_ends(model.config)
         left_out += why
@@ -94,7 +98,8 @@ def standard_study(
         steps.append(("circuit", lambda: _circuit(model, task, _census(results), seed)))
     for name, step in tqdm(steps, desc="standard study", disable=None if progress else True):
         try:
-            results.append(step())
+            found = step()
+            results += [] if found is None else [found]
         except (ShapeError, TaskError, TokenError) as error:
             if own and name == _PATCHING:
                 raise
@@ -102,6 +107,7 @@ def standard_study(
             left_out.append(f"{name}: {error}")
     # Several sweeps that fail for one reason are one thing left out.
     left_out = list(dict.fromkeys(left_out))
+    results = _settled(results)
     results.sort(key=lambda result: _ORDER.index(result.kind))
     return [
         _finished(result, left_out if i == 0 else [], command) for i, result in enumerate(results)
@@ -183,6 +189,34 @@ def _circuit(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Resu
     return faithfulness(
         model, task, chosen, values="mean", n_random=n_random, seed=seed, progress=False
     )
+
+
+def _repeats(model: Decoder, results: Sequence[Result], seed: int) -> Result | None:
+    """The induction study, of models trained for it or with a head that has the pattern."""
+    task = (model.card or {}).get("task")
+    trained = isinstance(task, Mapping) and task.get("kind") == "induction"
+    seen = any(
+        (result.data["label"] == _INDUCTION).any()
+        for result in results
+        if isinstance(result, HeadsResult)
+    )
+    return induction(model, seed=seed) if trained or seen else None
+
+
+def _settled(results: Sequence[Result]) -> list[Result]:
+    """Without what the census says of a head, or leaves open, where the induction study says more.
+
+    Its scores stay in the census; a pattern is no second finding beside what a cut has shown.
+    """
+    studies = [result for result in results if result.kind == "induction"]
+    if not studies:
+        return list(results)
+    said = {claim.id.replace("induction.", "heads.", 1) for r in studies for claim in r.claims}
+    said.add(OPEN_QUESTION)
+    return [
+        replace(result, claims=tuple(c for c in result.claims if c.id not in said))
+        for result in results
+    ]
 
 
 def _no_task(model: Decoder) -> str:

@@ -127,8 +127,8 @@ _ARRAYS = {
     ),
     "sinks": ("sink_mass", "sink_mass_low", "effect_causal"),
     "induction": (
-        *("induction", "induction_low", "induction_high", "position_control", "content_control"),
-        *("chance", "label", "gapped", "gapped_low", "gapped_high", "gapped_control", "fixed"),
+        *("induction", "position_control", "content_control", "chance", "label", "gapped"),
+        *("gapped_low", "gapped_high", "gapped_control", "fixed"),
         *("fixed_low", "fixed_high", "fixed_distance", "copying", "alone", "alone_low"),
         *("alone_high", "alone_p", "restored", "restored_low", "restored_high"),
     ),

@@ -30,7 +30,10 @@ def census(study: Study) -> Section | None:
     for number, item in enumerate(items, 1):
         several = f"Census {number}: " if len(items) > 1 else ""
         blocks.append(Heading(f"{several}{item.result.title}", item.anchor))
-        blocks += _one(item)
+        # The induction study of the same weights draws these scores with one control more.
+        weights = item.result.provenance.weights_sha256
+        drawn = {i.result.provenance.weights_sha256 for i in study.of_kind("induction")}
+        blocks += _one(item, by_distance=weights not in drawn)
     return Section(
         "heads",
         "What each head looks at",
@@ -43,7 +46,7 @@ def census(study: Study) -> Section | None:
     )
 
 
-def _one(item: Item) -> list[Block]:
+def _one(item: Item, *, by_distance: bool) -> list[Block]:
     data = item.result.data
     values = _by_place(data, "value")
     kind = str(values.dims[0])
@@ -64,7 +67,6 @@ def _one(item: Item) -> list[Block]:
         Prose(formats.summary(item.result.summary())),
         _figure(item, scores, names, flat, low, high, chance, labels, above),
     ]
-    by_distance = _distance_figure(item, names, places, labels, flat, scores)
     whole = _table(item, scores, names, flat, low, high, chance, labels)
     if whole.n_rows > _FULL_TABLE:
         labelled = [index for index, text in enumerate(labels) if text != "none"]
@@ -92,7 +94,8 @@ def _one(item: Item) -> list[Block]:
     if definitions:
         terms = tuple(Term(_words(name), str(text)) for name, text in definitions.items())
         blocks.append(Fold("What each score measures", (Terms(terms),)))
-    blocks += by_distance
+    if by_distance:
+        blocks += _distance_figure(item, names, places, labels, flat, scores)
     return blocks
 
 

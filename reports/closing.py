@@ -163,7 +163,7 @@ def _broken(broken: list[Section]) -> list[tuple[str, str]]:
 def _missing(study: Study) -> list[tuple[str, str]]:
     items = []
     patchings = study.of_kinds(*PAIRED)
-    cut = study.of_kinds(*CUTS)
+    cut = study.cutting
     if not patchings and cut:
         items.append(("No patching.", "Heads were cut; nothing was restored from another run."))
     elif not patchings and study.of_kind("sinks"):

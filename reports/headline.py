@@ -98,11 +98,11 @@ def _finding(study: Study) -> list[str]:
     told = ("redundant_set",) if patchings else CUTS
     sentences += [_together(item) for kind in told for item in study.of_kind(kind)[:1]]
     if not patchings:
-        if not study.of_kinds("sinks", "paths", *CUTS):
+        if not (study.of_kinds("sinks", "paths") or study.cutting):
             sentences.append("No intervention was run: nothing on this page is about cause.")
         sentences += [
             formats.summary(item.result.summary())
-            for kind in ("sinks", "heads", "circuits", "decomposition")
+            for kind in ("induction", "sinks", "heads", "circuits", "decomposition")
             for item in study.of_kind(kind)[:1]
         ]
     return sentences

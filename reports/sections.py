@@ -10,6 +10,7 @@ from headstream.reports.census import census
 from headstream.reports.circuits import circuits
 from headstream.reports.closing import audit, limits
 from headstream.reports.effects import effects
+from headstream.reports.induction import induction
 from headstream.reports.opening import claims, model
 from headstream.reports.paths import paths
 from headstream.reports.prompts import prompts
@@ -33,6 +34,7 @@ BUILDERS: tuple[tuple[str, str, Builder], ...] = (
     ("paths", "Which path carries it", paths),
     ("sets", "What heads do together", sets),
     ("heads", "What each head looks at", census),
+    ("induction", "Which heads continue repeats", induction),
     ("circuits", "How each head is built", circuits),
     ("sinks", "What rests on the first token", sinks),
     ("writes", "Who writes the answer", writes),

@@ -28,6 +28,7 @@ _NAMES = {
     "heads": "head census",
     "decomposition": "residual decomposition",
     "sinks": "attention sinks",
+    "induction": "induction",
     "circuits": "circuits of the heads",
     "redundant_set": "heads cut together",
     "faithfulness": "a circuit beside random sets",
@@ -129,6 +130,16 @@ class Study:
     def of_kinds(self, *kinds: str) -> tuple[Item, ...]:
         """Items of several kinds, in the order given to the page."""
         return tuple(item for item in self.items if item.kind in kinds)
+
+    @property
+    def cutting(self) -> tuple[Item, ...]:
+        """Items in which heads were cut: an induction study cuts only what it took for one."""
+        found = (*CUTS, "induction")
+        return tuple(
+            item
+            for item in self.of_kinds(*found)
+            if item.kind != "induction" or item.details["joint"] is not None
+        )
 
     def claims(self) -> list[tuple[Claim, Item]]:
         """Every claim with the result that makes it."""

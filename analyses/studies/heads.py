@@ -13,6 +13,8 @@ from headstream.circuits.long_census import score_long_heads
 from headstream.models.decoder import Decoder
 from headstream.models.names import head_name
 
+# Whether heads with the pattern of induction do what it looks like: the induction study says.
+OPEN_QUESTION = "heads.I1"
 # What a label is measured by, and how the claim says it.
 _SENTENCES = {
     "previous-token": ("previous_token", "attends to the token before"),
@@ -81,7 +83,7 @@ def heads_result(model: Decoder, census: HeadCensus, *, seed: int) -> HeadsResul
     if any(str(label) == "induction pattern" for label in data["label"].values.ravel()):
         claims.append(
             unknown(
-                "heads.I1",
+                OPEN_QUESTION,
                 "that the induction pattern is what copies the answer",
                 reason="a pattern is not an effect: the patching rows say which heads move the "
                 "answer; cutting all such heads together would settle it",

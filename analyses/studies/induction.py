@@ -43,18 +43,17 @@ HEAD, PATTERN, COPIER, FIXED = (
     "fixed-distance",
 )
 DEFINITIONS = {
-    "induction": "mean attention to the token after the earlier copy of the query's token, over "
-    "the second occurrence of a random block",
-    "position control": "attention to the same positions when the second block is other tokens",
-    "content control": "attention as far back when the block recurs at another distance",
-    "random gaps": "as induction, in one text whose block recurs after gaps of random length; a "
-    "query's earlier copies all count, so an ideal head scores 1",
-    "fixed distance": "on random tokens, the distance d at which attention d - 1 back is largest, "
-    "and how far above chance it is there: what the usual test takes for induction",
-    "copying": "sum of the eigenvalues of W_E W_V W_O W_U over the sum of their moduli",
-    "alone": "change of the loss on what a repeat predicts when the head is cut",
-    "restored": "share of what cutting all candidates takes that the head gives back, restored "
-    "alone",
+    "score": "mean attention, over the second occurrence of a random block, to the token after the "
+    "earlier copy of the query's",
+    "other content": "control: the same positions when the second block is other tokens",
+    "content elsewhere": "control: as far back when the block recurs at another distance",
+    "random gaps": "the score where a block recurs after gaps of random length; all earlier copies "
+    "count",
+    "fixed distance": "the d at which attention d - 1 back is largest on random tokens, less "
+    "chance: what the usual test takes for induction",
+    "copying": "eigenvalue sum of W_E W_V W_O W_U over the sum of moduli",
+    "alone, restored": "loss on what a repeat predicts when the head is cut; share of the joint "
+    "cut that it takes back, restored alone",
 }
 
 
@@ -111,10 +110,10 @@ def induction(
     cuts = cut_on_repeats(model, runs, candidates, seed=seed) if candidates else None
     copying = copying_score(model, top=(), seed=seed)
     data = _arrays(plan, scores, copying["score"].values, cuts, seed)
-    copying_high = float(copying["random_high"])
+    copies = copying["score"].values > float(copying["random_high"])
     chance = {name: float(level.mean()) for name, level in levels.items()}
     labels = label_heads(of_pairs, chance, seed=seed)
-    data["label"] = (("layer", "head"), _labels(labels, scores, data, copying_high, seed))
+    data["label"] = (("layer", "head"), _labels(labels, scores, cuts, copies, seed))
     gaps = plan_gaps(model.config, length)
     details = {
         "definitions": DEFINITIONS,
@@ -131,7 +130,7 @@ def induction(
         "farthest": scores.farthest,
         "margin": LABEL_MARGIN,
         "alpha": ALPHA,
-        "copying_random": [float(copying["random_low"]), copying_high],
+        "copying_random": [float(copying[f"random_{end}"]) for end in ("low", "high")],
         "loss": {
             "repeats": float(runs.loss.mean()),
             "control": float(runs.control_loss.mean()),
@@ -174,14 +173,11 @@ def _arrays(
     seed: int,
 ) -> xr.Dataset:
     site, by_distance = ("layer", "head"), ("distance", "layer", "head")
-    low, high = percentile_interval(scores.induction.swapaxes(0, 1), seed=seed)
     gapped_low, gapped_high = percentile_interval(scores.gapped, seed=seed)
     fixed_low, fixed_high = percentile_interval(scores.fixed, seed=seed)
     shape = scores.fixed_distance.shape
     arrays: dict[str, Any] = {
         "induction": (by_distance, scores.induction.mean(1)),
-        "induction_low": (by_distance, low),
-        "induction_high": (by_distance, high),
         "position_control": (by_distance, scores.position_control.mean(1)),
         "content_control": (by_distance, scores.content_control.mean(1)),
         "chance": (("distance",), scores.chance),
@@ -194,7 +190,6 @@ def _arrays(
         "fixed_high": (site, fixed_high),
         "fixed_distance": (site, scores.fixed_distance),
         "copying": (site, copying),
-        "candidate": (site, scores.follows_content(seed=seed)),
     }
     for name in ("alone", "restored"):
         for end in ("", "_low", "_high", *(("_p", "_control") if name == "alone" else ())):
@@ -202,11 +197,8 @@ def _arrays(
             if cuts is not None:
                 values[tuple(np.transpose(cuts.heads))] = getattr(cuts, name + end)
             arrays[name + end] = (site, values)
-    member = np.zeros(shape, dtype=bool)
     if cuts is not None:
-        member[tuple(np.transpose(cuts.heads))] = cuts.members
         arrays["joint"] = (("example",), cuts.joint)
-    arrays["member"] = (site, member)
     layers, heads = shape
     coords = {
         "distance": list(plan.distances),
@@ -220,19 +212,18 @@ def _arrays(
 def _labels(
     census: np.ndarray,
     scores: InductionScores,
-    data: xr.Dataset,
-    copying_high: float,
+    cuts: RepeatCuts | None,
+    copies: np.ndarray,
     seed: int,
 ) -> np.ndarray:
     """[layer, head] of strings; see the module."""
     labels = census.astype(object)
     # The census asks for less: it has no random gaps and no content at another distance.
     labels[labels == PATTERN] = "none"
-    copies = data["copying"].values > copying_high
     free = np.isin(labels, ("none", "sink")) & scores.follows_distance(seed=seed)
     labels[free & copies], labels[free & ~copies] = COPIER, FIXED
-    labels[data["candidate"].values] = PATTERN
-    labels[data["member"].values] = HEAD
+    if cuts is not None:
+        labels[tuple(np.transpose(cuts.heads))] = np.where(cuts.members, HEAD, PATTERN)
     return labels.astype(np.str_)
 
 
@@ -335,16 +326,13 @@ def _head_claim(
 ) -> Claim:
     least = float(cell["induction"].min())
     pattern = (
-        f"attention to what followed the copy is {least:.2f} or more at every distance and "
-        f"{float(cell['gapped']):.2f} at random gaps"
+        f"its score is {least:.2f} or more at every distance, {float(cell['gapped']):.2f} at "
+        "random gaps"
     )
-    copying = float(cell["copying"])
-    if math.isfinite(copying):
-        pattern += f"; copying {copying:+.2f}"
     share, alone = float(cell["restored"]), float(cell["alone"])
     effect = f"cut alone {alone:+.2f} nats"
     if math.isfinite(share):
-        effect = f"restored alone it takes back {100 * share:.0f}% of the joint cut; {effect}"
+        effect = f"restored alone it takes back {100 * share:.0f}% of the joint cut, {effect}"
     statement = f"{name} is an induction head"
     if not shown:
         why = "the joint cut has no label" if joint["failed"] else "too little hangs on it"
