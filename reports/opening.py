@@ -95,9 +95,17 @@ def _claim_row(claim: Claim, item: Item, study: Study) -> tuple[Cell, ...]:
             note=", ".join(behind),
             value=exact(claim.value),
         ),
-        Cell(formats.minus(claim.reason) or "–"),
+        Cell(_reason(claim, item) or "–"),
         Cell(title, href=f"#{anchor}"),
     )
+
+
+def _reason(claim: Claim, item: Item) -> str:
+    """What a claim rests on; the six choices of a circuit's share stand once, in its section."""
+    choices = item.details.get("choices") if item.kind == "faithfulness" else None
+    said = "; ".join(f"{what}: {choice}" for what, choice in (choices or {}).items())
+    reason = claim.reason.removesuffix(f"; {said}") if said else claim.reason
+    return formats.minus(reason)
 
 
 def _place(claim: Claim, item: Item, study: Study) -> tuple[str, str]:

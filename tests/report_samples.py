@@ -719,7 +719,7 @@ def faithful(*, refused: str | None = None, **origin: Any) -> FaithfulnessResult
                     unit,
                     None if refused else (parts[part]["low"], parts[part]["high"]),
                     n,
-                    "p = 0.0002",
+                    f"p = 0.0002; {'; '.join(f'{w}: {c}' for w, c in choices.items())}",
                     "ablation",
                 )
                 for id, words, part, unit in (

@@ -76,6 +76,9 @@ def test_a_circuit_beside_random_sets_with_its_six_choices(samples) -> None:
     assert complete[4].evidence is Evidence.CAUSAL
     assert table.columns[2].note == "mean of 20"
     (choices,) = blocks_of(section, Terms)
+    page = sections(study(samples.faithful()))
+    (claimed,) = blocks_of(page[0], Table)
+    assert rows_of(claimed)["The circuit L0H1, L1H2 carries the answer."][3].text == "p = 0.0002"
     assert list(terms(choices)) == [
         *("Unit", "Nodes or edges", "Values", "Positions", "Direction", "Circuit or complement"),
     ]
