@@ -11,7 +11,6 @@ OV circuit that copies, "fixed-distance". All other labels are the census'.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +18,21 @@ import numpy as np
 import xarray as xr
 from torch import Generator
 
-from headstream.analyses.evidence import Claim, Evidence, measured, unknown
 from headstream.analyses.kinds import InductionResult
 from headstream.analyses.patching.inference import ALPHA
 from headstream.analyses.result import Provenance
+from headstream.analyses.studies.induction_claims import (
+    COPIER,
+    FIXED,
+    HEAD,
+    PATTERN,
+    claims_of,
+)
 from headstream.analyses.studies.repeat_cuts import RepeatCuts, RepeatRuns, cut_on_repeats
 from headstream.circuits.gapped_repeats import fewest_tokens, plan_gaps
 from headstream.circuits.heads import scores_by_distance
 from headstream.circuits.induction_scores import InductionScores, score_induction
-from headstream.circuits.labels import LABEL_MARGIN, label_heads, percentile_interval
+from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
 from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import LONGEST, RepeatPlan, draw_orders, plan_repeats
 from headstream.models.arguments import check_count, check_seed
@@ -36,12 +41,6 @@ from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError
 from headstream.models.names import head_name
 
-HEAD, PATTERN, COPIER, FIXED = (
-    "induction head",
-    "induction pattern",
-    "fixed-distance copier",
-    "fixed-distance",
-)
 DEFINITIONS = {
     "score": "mean attention, over the second occurrence of a random block, to the token after the "
     "earlier copy of the query's",
@@ -103,8 +102,8 @@ def induction(
     scores = score_induction(
         model, plan, orders, of_pairs, levels["induction"], length=length, generator=generator
     )
-    follows = scores.follows_content(seed=seed)
-    candidates = [(int(layer), int(head)) for layer, head in np.argwhere(follows)]
+    found = np.argwhere(scores.follows_content(seed=seed))
+    candidates = [(int(layer), int(head)) for layer, head in found]
     # Orders of their own: those that chose the candidates must not judge them.
     runs = RepeatRuns(model, plan, draw_orders(plan, n, generator))
     cuts = cut_on_repeats(model, runs, candidates, seed=seed) if candidates else None
@@ -113,7 +112,9 @@ def induction(
     copies = copying["score"].values > float(copying["random_high"])
     chance = {name: float(level.mean()) for name, level in levels.items()}
     labels = label_heads(of_pairs, chance, seed=seed)
-    data["label"] = (("layer", "head"), _labels(labels, scores, cuts, copies, seed))
+    # Early queries of a head that looks back far have nothing there, and rest on themselves, say.
+    follows = scores.follows_distance(seed=seed) & _above(labels, scores.fixed, of_pairs, chance)
+    data["label"] = (("layer", "head"), _labels(labels, follows, copies, cuts))
     gaps = plan_gaps(model.config, length)
     details = {
         "definitions": DEFINITIONS,
@@ -144,7 +145,7 @@ def induction(
         provenance=Provenance.of(model, seed=seed),
         details=details,
     )
-    return replace(result, claims=tuple(_claims(result)))
+    return replace(result, claims=tuple(claims_of(result)))
 
 
 def _plan(config: DecoderConfig, distances: Any, length: object) -> tuple[RepeatPlan, int]:
@@ -209,19 +210,38 @@ def _arrays(
     return xr.Dataset(arrays, coords)
 
 
-def _labels(
-    census: np.ndarray,
-    scores: InductionScores,
-    cuts: RepeatCuts | None,
-    copies: np.ndarray,
-    seed: int,
+def _above(
+    labels: np.ndarray,
+    fixed: np.ndarray,
+    of_pairs: Mapping[str, np.ndarray],
+    chance: Mapping[str, float],
 ) -> np.ndarray:
-    """[layer, head] of strings; see the module."""
+    """[layer, head]: the fixed distance takes more, over chance, than what the label is named for.
+
+    "sink" gives way in any case, as it does in the census.
+    """
+    above = np.ones(labels.shape, dtype=bool)
+    for score, label in LABELS.items():
+        if label not in ("sink", PATTERN):
+            excess = of_pairs[score].mean((0, 1)) - chance[score]
+            above &= (labels != label) | (fixed.mean(0) > excess)
+    return above
+
+
+def _labels(
+    census: np.ndarray, follows: np.ndarray, copies: np.ndarray, cuts: RepeatCuts | None
+) -> np.ndarray:
+    """[layer, head] of strings; see the module.
+
+    Args:
+        census: its labels.
+        follows, copies: [layer, head], whether the head looks a fixed distance back before all,
+            and whether its OV circuit copies.
+    """
     labels = census.astype(object)
     # The census asks for less: it has no random gaps and no content at another distance.
     labels[labels == PATTERN] = "none"
-    free = np.isin(labels, ("none", "sink")) & scores.follows_distance(seed=seed)
-    labels[free & copies], labels[free & ~copies] = COPIER, FIXED
+    labels[follows & copies], labels[follows & ~copies] = COPIER, FIXED
     if cuts is not None:
         labels[tuple(np.transpose(cuts.heads))] = np.where(cuts.members, HEAD, PATTERN)
     return labels.astype(np.str_)
@@ -261,112 +281,3 @@ def _notes(model: Decoder, plan: RepeatPlan, scores: InductionScores, length: in
     if model.config.n_train is not None and length > model.config.n_train:
         notes.append(f"the model was trained on {model.config.n_train} positions, fewer than these")
     return notes
-
-
-def _claims(result: InductionResult) -> list[Claim]:
-    data, details = result.data, result.details
-    n, joint = int(details["n"]), details["joint"]
-    claims: list[Claim] = []
-    if joint is None:
-        best = data["induction"].min("distance")
-        claims.append(
-            measured(
-                "induction.none",
-                "no head looks for what followed an earlier copy at every distance",
-                value=float(best.max()),
-                unit="attention mass, the best head's least",
-                n=n,
-                reason=f"chance {float(data['chance'].mean()):.3f}; loss on what repeats predict "
-                f"{details['loss']['repeats']:.2f} nats",
-                where="induction",
-            )
-        )
-    else:
-        claims.append(_set_claim(joint, n))
-    for layer in data["layer"].values.tolist():
-        for head in data["head"].values.tolist():
-            cell = data.sel(layer=layer, head=head)
-            label, name = str(cell["label"].item()), head_name(layer, head)
-            if label in (HEAD, PATTERN):
-                claims.append(_head_claim(cell, name, joint, n, shown=label == HEAD))
-            elif label in (COPIER, FIXED):
-                claims.append(_fixed_claim(cell, name, n, copies=label == COPIER))
-    return claims
-
-
-def _set_claim(joint: dict[str, Any], n: int) -> Claim:
-    names = ", ".join(joint["heads"])
-    statement = f"continuing a repeat needs {names}"
-    if joint["failed"]:
-        return unknown(
-            "induction.set", statement, reason="; ".join(joint["failed"]), where="induction"
-        )
-    random = joint["random"]
-    beside = ""
-    if random["sets"]:
-        beside = f"; as many other heads {random['mean']:+.2f}"
-    if random["sets"] > 1:
-        beside += f", mean of {random['sets']} random sets, at most {random['largest']:+.2f}"
-    return Claim(
-        "induction.set",
-        statement,
-        Evidence.CAUSAL,
-        joint["mean"],
-        "nats",
-        (joint["low"], joint["high"]),
-        n,
-        f"loss on what repeats predict when all are cut; p = {joint['p']:.2g}; where nothing "
-        f"repeats {joint['control']:+.2f}{beside}",
-        "induction",
-    )
-
-
-def _head_claim(
-    cell: xr.Dataset, name: str, joint: dict[str, Any], n: int, *, shown: bool
-) -> Claim:
-    least = float(cell["induction"].min())
-    pattern = (
-        f"its score is {least:.2f} or more at every distance, {float(cell['gapped']):.2f} at "
-        "random gaps"
-    )
-    share, alone = float(cell["restored"]), float(cell["alone"])
-    effect = f"cut alone {alone:+.2f} nats"
-    if math.isfinite(share):
-        effect = f"restored alone it takes back {100 * share:.0f}% of the joint cut, {effect}"
-    statement = f"{name} is an induction head"
-    if not shown:
-        why = "the joint cut has no label" if joint["failed"] else "too little hangs on it"
-        return unknown(
-            f"induction.{name}",
-            statement,
-            reason=f"{pattern}, but {why}: {effect}",
-            where="induction",
-        )
-    return Claim(
-        f"induction.{name}",
-        statement,
-        Evidence.CAUSAL,
-        share,
-        "of what the joint cut took",
-        (float(cell["restored_low"]), float(cell["restored_high"])),
-        n,
-        f"{pattern}; {effect}",
-        "induction",
-    )
-
-
-def _fixed_claim(cell: xr.Dataset, name: str, n: int, *, copies: bool) -> Claim:
-    distance = int(cell["fixed_distance"])
-    does = "copies" if copies else "looks"
-    return measured(
-        f"induction.{name}",
-        f"{name} {does} from a fixed distance of {distance} tokens, whatever stands there: it is "
-        "no induction head",
-        value=float(cell["fixed"]),
-        unit="attention mass above chance",
-        n=n,
-        interval=(float(cell["fixed_low"]), float(cell["fixed_high"])),
-        reason=f"measured {distance - 1} tokens back, where nothing repeats; at random gaps its "
-        f"score is {float(cell['gapped']):.2f}",
-        where="induction",
-    )

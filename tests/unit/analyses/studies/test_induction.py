@@ -9,7 +9,8 @@ import torch
 from headstream.analyses.evidence import Evidence
 from headstream.analyses.result import Result
 from headstream.analyses.stored import load_result
-from headstream.analyses.studies.induction import COPIER, FIXED, HEAD, PATTERN, induction
+from headstream.analyses.studies.induction import induction
+from headstream.analyses.studies.induction_claims import COPIER, FIXED, HEAD, PATTERN
 from headstream.analyses.studies.repeat_cuts import RepeatRuns, cut_on_repeats
 from headstream.circuits.repeats import draw_orders, make_pair, plan_repeats
 from headstream.models.config import DecoderConfig
