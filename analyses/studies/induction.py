@@ -11,6 +11,7 @@ OV circuit that copies, "fixed-distance". All other labels are the census'.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
