@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from headstream.analyses.evidence import Claim, Evidence
 from headstream.models.names import head_name
 from headstream.reports import formats
@@ -24,7 +22,7 @@ from headstream.reports.blocks import (
 )
 from headstream.reports.charts import Line, lines
 from headstream.reports.study import Item, Study
-from headstream.reports.tables import Cell, Column, Table, number_cell, table
+from headstream.reports.tables import Cell, Column, Table, exact, table
 
 _MOST_ROWS = 24
 _MOST_HEADS = 2  # in the figure: three lines each
@@ -164,6 +162,7 @@ def _table(
     chance = formats.short(float(data["chance"].mean()))
     columns = (
         Column("head"),
+        Column("label"),
         Column("score, least", f"of distances {shown}; chance {chance}", numeric=True),
         Column("at random gaps", "95% interval", numeric=True),
         Column("controls, most", "other content; content elsewhere", numeric=True),
@@ -171,45 +170,45 @@ def _table(
         Column("copying", "weights alone", numeric=True),
         Column("cut alone", "nats, 95% interval", numeric=True),
         Column("restored alone", "of the joint cut, 95% interval", numeric=True),
-        Column("label"),
     )
     rows = []
     for place in places:
         at = data.sel(layer=place[0], head=place[1])
         name = head_name(*place)
         controls = [float(at[f"{kind}_control"].max()) for kind in ("position", "content")]
-        fixed = float(at["fixed"])
         rows.append(
             [
                 Cell(name, code=True),
-                number_cell(float(at["induction"].min())),
+                _label(labels[place], claims.get(f"induction.{name}")),
+                _short(float(at["induction"].min())),
                 _bounded(at, "gapped"),
-                Cell(
-                    formats.short(controls[0]),
-                    note=formats.short(controls[1]),
-                    value=controls[0] if math.isfinite(controls[0]) else None,
+                _short(controls[0], note=formats.short(controls[1])),
+                # Of a head that looks everywhere alike the best distance is an accident.
+                _short(
+                    float(at["fixed"]),
+                    note=f"{int(at['fixed_distance'])} tokens" if "fixed" in labels[place] else "",
+                    sign=True,
                 ),
-                Cell(
-                    formats.short(fixed, sign=True),
-                    note=f"{int(at['fixed_distance'])} tokens",
-                    value=fixed if math.isfinite(fixed) else None,
-                ),
-                number_cell(float(at["copying"])),
+                _short(float(at["copying"])),
                 _bounded(at, "alone", sign=True),
                 _bounded(at, "restored"),
-                _label(labels[place], claims.get(f"induction.{name}")),
             ]
         )
     caption = f"Content or distance, head by head (n = {item.details['n']})"
     return table(caption, columns, rows, sortable=False)
 
 
+def _short(value: float, *, note: str = "", sign: bool = False) -> Cell:
+    return Cell(formats.short(value, sign=sign), note=note, value=exact(value))
+
+
 def _bounded(at: Any, name: str, *, sign: bool = False) -> Cell:
-    value = float(at[name])
-    if not np.isfinite(value):
+    """A value over its interval; a dash where there is none."""
+    value, low, high = (float(at[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    if not math.isfinite(value):
         return Cell("–")
-    low, high = float(at[f"{name}_low"]), float(at[f"{name}_high"])
-    return number_cell(value, low=low, high=high, sign=sign)
+    ends = f"[{formats.short(low, sign=sign)}, {formats.short(high, sign=sign)}]"
+    return _short(value, note=ends, sign=sign)
 
 
 def _label(label: str, claim: Claim | None) -> Cell:
@@ -239,13 +238,14 @@ def _terms(item: Item) -> tuple[Term, ...]:
     terms.append(Term("Cut together", text))
     random = joint["random"]
     if random["sets"]:
-        many = formats.count(int(random["sets"]), "set")
+        many = int(random["sets"])
+        several = f", mean of {many} random sets; at most " if many > 1 else ""
+        most = formats.number(random["largest"], sign=True) if several else ""
         terms.append(
             Term(
                 "As many other heads",
-                f"{formats.number(random['mean'], sign=True)} nats, mean of {many} drawn at "
-                f"random; at most {formats.number(random['largest'], sign=True)}. A head that "
-                "these need is among the others, so this decides nothing.",
+                f"{formats.number(random['mean'], sign=True)} nats{several}{most}. What the heads "
+                "above need may be among them, so this decides nothing.",
             )
         )
     return tuple(terms)

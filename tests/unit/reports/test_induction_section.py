@@ -67,12 +67,12 @@ def test_the_figure_shows_the_score_and_both_controls(found) -> None:
 def test_the_table_names_only_what_was_shown(found) -> None:
     rows = rows_of(induction(study(found)))
     assert len(rows) == 8
-    assert rows["L1H2"][-1].evidence is Evidence.CAUSAL
-    assert rows["L1H2"][-1].note == "induction head"
-    assert [cell.text for cell in rows["L1H2"][1:3]] == ["1.000", "1.000"]
-    assert (rows["L0H1"][-1].text, rows["L0H1"][-1].evidence) == ("previous-token", None)
-    assert rows["L0H0"][-1].text == "none"
-    assert rows["L0H0"][6].text == rows["L0H0"][7].text == "–", "it was not cut"
+    assert rows["L1H2"][1].evidence is Evidence.CAUSAL
+    assert rows["L1H2"][1].note == "induction head"
+    assert [cell.text for cell in rows["L1H2"][2:4]] == ["1.00", "1.00"]
+    assert (rows["L0H1"][1].text, rows["L0H1"][1].evidence) == ("previous-token", None)
+    assert rows["L0H0"][1].text == "none"
+    assert rows["L0H0"][7].text == rows["L0H0"][8].text == "–", "it was not cut"
     (terms,) = blocks_of(induction(study(found)), Terms)
     words = {term.word: term.text for term in terms.terms}
     assert words["Cut together"].startswith("L1H2: +3.495 nats")
@@ -88,9 +88,9 @@ def test_a_decoy_is_drawn_with_controls_as_high_as_its_score(decoy) -> None:
     assert lines["L1H3, other content"]["y"][1] > 0.9
     assert lines["L1H3, content elsewhere"]["y"][1] > 0.9
     row = rows_of(section)["L1H3"]
-    assert row[-1].evidence is Evidence.MEASURED
-    assert row[-1].note == "fixed-distance copier"
-    assert row[4].note == "32 tokens"
+    assert row[1].evidence is Evidence.MEASURED
+    assert row[1].note == "fixed-distance copier"
+    assert row[5].note == "32 tokens"
     (said, *_) = blocks_of(section, Prose)
     assert said.text.startswith("No induction head")
 
