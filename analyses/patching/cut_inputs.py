@@ -10,7 +10,6 @@ What a cut does there too is no sign that the heads are needed for the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -26,11 +25,11 @@ from headstream.analyses.patching.cut_runs import (
     Prompts,
 )
 from headstream.analyses.patching.metrics import METRICS, Metric
-from headstream.analyses.patching.rows import check_seed, columns_of, mask_of, rows_of
+from headstream.analyses.patching.rows import check_option, check_seed, columns_of, mask_of, rows_of
 from headstream.analyses.patching.suffix_state import compact
 from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
-from headstream.models.errors import ShapeError, TaskError, nearest
+from headstream.models.errors import ShapeError, TaskError
 from headstream.models.vocabulary import check_tokens
 
 # Chunks that start elsewhere round differently; the bound on a cut with a head's own values, as a
@@ -91,8 +90,8 @@ def open_cuts(
         TaskError, TokenError, ShapeError: naming the argument that does not fit.
     """
     allowed = (*get_args(CutValues), *(("pair",) if pair else ()))
-    _check_option("values", values, allowed)
-    _check_option("how", how, get_args(How))
+    check_option("values", values, allowed)
+    check_option("how", how, get_args(How))
     check_seed(seed)
     options: dict[str, Any] = {
         "values": values,
@@ -212,12 +211,3 @@ def _shuffled(prompts: Prompts, seed: int) -> Prompts:
     chance[:, 0] = -1.0
     chance = torch.where(at < prompts.lengths[:, None], chance, 2.0 + at)
     return Prompts(prompts.rows.gather(1, chance.argsort(1)), prompts.lengths)
-
-
-def _check_option(argument: str, value: object, options: Sequence[str]) -> None:
-    if value in options:
-        return
-    raise TaskError(
-        f"{argument} must be one of {', '.join(map(repr, options))}, got {value!r}",
-        hint=nearest(str(value), options),
-    )

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -27,13 +26,13 @@ from headstream.analyses.patching.engines import Engine
 from headstream.analyses.patching.labelled import describe_gap, labelled
 from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.result import PatchingResult
-from headstream.analyses.patching.rows import check_seed
+from headstream.analyses.patching.rows import check_option, check_seed
 from headstream.analyses.patching.sweep import run_sweep
 from headstream.analyses.patching.sweep_plan import SweepPlan
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
-from headstream.models.errors import TaskError, nearest
+from headstream.models.errors import TaskError
 from headstream.models.vocabulary import check_tokens
 
 Direction = Literal["denoise", "noise"]
@@ -153,9 +152,9 @@ def planned(
     Raises:
         TaskError, TokenError: on an argument that does not fit.
     """
-    _check_option("direction", direction, get_args(Direction))
-    _check_option("values", values, get_args(Values))
-    _check_option("engine", engine, get_args(Engine))
+    check_option("direction", direction, get_args(Direction))
+    check_option("values", values, get_args(Values))
+    check_option("engine", engine, get_args(Engine))
     check_seed(seed)
     if not isinstance(task, Task):
         raise TaskError(
@@ -273,15 +272,6 @@ def _described(metric: Metric) -> dict[str, str]:
         "unit": metric.unit,
         "noun": metric.noun,
     }
-
-
-def _check_option(argument: str, value: object, options: Sequence[str]) -> None:
-    if value in options:
-        return
-    raise TaskError(
-        f"{argument} must be one of {', '.join(map(repr, options))}, got {value!r}",
-        hint=nearest(str(value), options),
-    )
 
 
 def _check_fits(model: Decoder, task: Task) -> None:

@@ -25,7 +25,6 @@ from headstream.analyses.patching.patch import (
     Direction,
     _check_fits,
     _check_gap,
-    _check_option,
     _described,
 )
 from headstream.analyses.patching.path_ends import End, ends_of
@@ -33,7 +32,7 @@ from headstream.analyses.patching.path_plan import HookedPaths, PathPlan, Paths
 from headstream.analyses.patching.path_result import PathResult, path_claims
 from headstream.analyses.patching.path_sweep import PathSweep
 from headstream.analyses.patching.places import places_of
-from headstream.analyses.patching.rows import check_seed
+from headstream.analyses.patching.rows import check_option, check_seed
 from headstream.analyses.patching.site_sets import At
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task, pairs_as_values
@@ -102,8 +101,8 @@ def path_patch(
         >>> [round(float(share), 2) for share in found.normalized.squeeze()]
         [0.0, 1.0, 0.0]
     """
-    _check_option("direction", direction, get_args(Direction))
-    _check_option("engine", engine, get_args(Engine))
+    check_option("direction", direction, get_args(Direction))
+    check_option("engine", engine, get_args(Engine))
     inference.check_flips(n_flips)
     check_seed(seed)
     if not isinstance(freeze_mlps, bool):

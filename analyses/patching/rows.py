@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstream.models.errors import ShapeError, TaskError, TokenError
+from headstream.models.errors import ShapeError, TaskError, TokenError, nearest
 
 _INT64 = 2**63
 
@@ -79,6 +79,16 @@ def check_seed(seed: object) -> None:
     """Refuse a seed that some generator would not take."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _INT64:
         raise TaskError(f"seed must be a whole number in [0, 2**63), got {seed!r}")
+
+
+def check_option(argument: str, value: object, options: Sequence[str]) -> None:
+    """Refuse what is none of `options`, naming the nearest."""
+    if value in options:
+        return
+    raise TaskError(
+        f"{argument} must be one of {', '.join(map(repr, options))}, got {value!r}",
+        hint=nearest(str(value), options),
+    )
 
 
 def check_aligned(

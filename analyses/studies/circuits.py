@@ -64,8 +64,7 @@ def circuits(
         return ("layer", "head"), grid.reshape(config.n_layers, config.n_heads)
 
     copying = [one.copying for one in found]
-    preferred = [one.preferred_distance for one in found]
-    at = {(one.layer, one.head): index for index, one in enumerate(found)}
+    preferred = {one.name: one.preferred_distance for one in found}
     data = xr.Dataset(
         {
             "copying": per_head(lambda one: one.copying.score),
@@ -76,12 +75,8 @@ def circuits(
             "behaviour_chance": per_head(lambda one: one.copying.behaviour_chance),
             "qk_rank": per_head(lambda one: one.rank("qk")),
             "ov_rank": per_head(lambda one: one.rank("ov")),
-            "distance": per_head(
-                lambda one: getattr(preferred[at[one.layer, one.head]], "distance", np.nan)
-            ),
-            "distance_excess": per_head(
-                lambda one: getattr(preferred[at[one.layer, one.head]], "excess", np.nan)
-            ),
+            "distance": per_head(lambda one: getattr(preferred[one.name], "distance", np.nan)),
+            "distance_excess": per_head(lambda one: getattr(preferred[one.name], "excess", np.nan)),
         },
         coords={"layer": list(sites[0]), "head": list(sites[1])},
     )
