@@ -17,13 +17,13 @@ from tqdm import tqdm
 
 from headstream.analyses.claims.ledger import audit
 from headstream.analyses.kinds import HeadsResult
-from headstream.analyses.patching.faithfulness import faithfulness
-from headstream.analyses.patching.head_sets import Head, labelled_heads
+from headstream.analyses.patching.cuts.faithfulness import faithfulness
+from headstream.analyses.patching.cuts.head_sets import Head, labelled_heads
+from headstream.analyses.patching.cuts.sets import redundant_set
 from headstream.analyses.patching.patch import patch
-from headstream.analyses.patching.path_ends import ends_of
-from headstream.analyses.patching.paths import path_patch
+from headstream.analyses.patching.paths.ends import ends_of
+from headstream.analyses.patching.paths.path_patch import path_patch
 from headstream.analyses.patching.rows import check_seed
-from headstream.analyses.patching.sets import redundant_set
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Result
 from headstream.analyses.studies.circuits import circuits

@@ -36,11 +36,11 @@ from scipy import stats
 
 from headstream.analyses.patching import inference
 from headstream.analyses.patching.conclusions import causal_cells
+from headstream.analyses.patching.cuts.sets import redundant_set
 from headstream.analyses.patching.engines import open_sweep
 from headstream.analyses.patching.patch import patch
-from headstream.analyses.patching.sets import redundant_set
-from headstream.analyses.patching.sweep import run_sweep
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
+from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
 from headstream.models.names import head_name

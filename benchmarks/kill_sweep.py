@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from headstream.analyses.patching.patch import patch
-from headstream.analyses.patching.sweep_workers import local_pool
+from headstream.analyses.patching.sweeps.workers import local_pool
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder

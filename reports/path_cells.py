@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headstream.analyses.evidence import Claim
-from headstream.analyses.patching.path_result import path_label, ranked_paths
+from headstream.analyses.patching.paths.result import path_label, ranked_paths
 from headstream.analyses.patching.result import Cell as Path
 from headstream.reports.study import Item
 

@@ -16,12 +16,12 @@ from headstream.analyses.kinds import (
     HeadsResult,
     SinksResult,
 )
-from headstream.analyses.patching.cut_results import (
+from headstream.analyses.patching.cuts.results import (
     AblationResult,
     FaithfulnessResult,
     RedundancyResult,
 )
-from headstream.analyses.patching.path_result import PathResult, path_claims
+from headstream.analyses.patching.paths.result import PathResult, path_claims
 from headstream.analyses.patching.result import PatchingResult, ranked_cells
 from headstream.analyses.patching.words import sentence
 from headstream.analyses.result import Provenance, Result

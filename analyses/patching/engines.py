@@ -23,7 +23,7 @@ from headstream.analyses.patching.hooked_engine import (
     zero_of_run,
 )
 from headstream.analyses.patching.measured import measure
-from headstream.analyses.patching.suffix_engine import SuffixSweep
+from headstream.analyses.patching.suffix.engine import SuffixSweep
 from headstream.analyses.patching.sweep_plan import Block, SweepPlan
 from headstream.models.decoder import Decoder
 

@@ -27,8 +27,8 @@ from headstream.analyses.patching.labelled import describe_gap, labelled
 from headstream.analyses.patching.metrics import Metric
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.rows import check_option, check_seed
-from headstream.analyses.patching.sweep import run_sweep
 from headstream.analyses.patching.sweep_plan import SweepPlan
+from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task, pairs_as_values
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder

@@ -20,17 +20,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headstream.analyses.patching.cut_inputs import SELF_CUT
-from headstream.analyses.patching.cut_runs import CutRuns, Prompts
-from headstream.analyses.patching.head_sets import Head, all_heads
+from headstream.analyses.patching.cuts.head_sets import Head, all_heads
+from headstream.analyses.patching.cuts.inputs import SELF_CUT
+from headstream.analyses.patching.cuts.runs import CutRuns, Prompts
+from headstream.analyses.patching.cuts.sets import LEAST_RECOVERED
 from headstream.analyses.patching.inference import (
     failed_conditions,
     mean_interval,
     ratio_interval,
     sign_flips,
 )
-from headstream.analyses.patching.sets import LEAST_RECOVERED
-from headstream.analyses.patching.suffix_state import unembedded
+from headstream.analyses.patching.suffix.state import unembedded
 from headstream.circuits.repeats import RepeatPlan, make_pair
 from headstream.models.decoder import Decoder
 

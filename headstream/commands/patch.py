@@ -24,8 +24,8 @@ from headstream.console import answer, complain, printable, table
 
 if TYPE_CHECKING:
     from headstream.analyses.patching.result import PatchingResult
-    from headstream.analyses.patching.sweep_cost import SweepCost
     from headstream.analyses.patching.sweep_plan import SweepPlan
+    from headstream.analyses.patching.sweeps.cost import SweepCost
     from headstream.analyses.patching.task import Task
     from headstream.models.decoder import Decoder
 
@@ -207,7 +207,7 @@ def _run(
     resume: str | None,
 ) -> PatchingResult:
     from headstream.analyses.patching.patch import patch as run
-    from headstream.analyses.patching.sweep_workers import local_pool
+    from headstream.analyses.patching.sweeps.workers import local_pool
 
     with nullcontext() if workers is None else local_pool(workers) as pool:
         return run(
@@ -284,8 +284,8 @@ def _dry_run(
     workers: int | None,
     resume: str | None,
 ) -> int:
-    from headstream.analyses.patching.sweep import finished_blocks
-    from headstream.analyses.patching.sweep_cost import sweep_cost
+    from headstream.analyses.patching.sweeps.cost import sweep_cost
+    from headstream.analyses.patching.sweeps.sweep import finished_blocks
 
     done = 0 if resume is None else finished_blocks(resume, model, plan, engine, workers)
     cost = sweep_cost(model, plan, engine, threads=None if workers is None else 1)

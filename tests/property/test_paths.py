@@ -11,9 +11,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from headstream.analyses.patching.path_ends import ends_of
-from headstream.analyses.patching.path_plan import HookedPaths, PathPlan
-from headstream.analyses.patching.path_sweep import PathSweep
+from headstream.analyses.patching.paths.ends import ends_of
+from headstream.analyses.patching.paths.plan import HookedPaths, PathPlan
+from headstream.analyses.patching.paths.sweep import PathSweep
 from headstream.analyses.patching.places import places_of
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig

@@ -15,7 +15,7 @@ from headstream.analyses.patching.metrics import METRICS
 from headstream.analyses.patching.patch import Direction, Values
 from headstream.analyses.patching.patch import patch as library
 from headstream.analyses.patching.sites import SITES
-from headstream.analyses.patching.suffix_engine import SuffixSweep
+from headstream.analyses.patching.suffix.engine import SuffixSweep
 from headstream.analyses.patching.task import Task
 from headstream.analyses.stored import load_result
 from headstream.cli import run

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from headstream.analyses.patching.inference import mean_interval, sign_flips
-from headstream.analyses.patching.sweep import run_sweep
 from headstream.analyses.patching.sweep_plan import SweepPlan
+from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task
 from headstream.models.store import load
 

@@ -1,0 +1,1 @@
+"""Heads cut out: ablations, sets that stand in for one another, faithfulness of a circuit."""

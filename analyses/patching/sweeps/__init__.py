@@ -1,0 +1,1 @@
+"""Sweeps run block by block: stored, resumed, handed to workers, priced beforehand."""

@@ -1,0 +1,124 @@
+"""What a sweep will cost, found by running a few of its blocks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headstream.analyses.patching.engines import open_sweep
+from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
+from headstream.analyses.patching.sweeps.workers import one_number_of_threads
+from headstream.models.decoder import Decoder
+
+# Seconds after which no further block is tried.
+_ENOUGH = 10.0
+
+
+@dataclass(frozen=True)
+class SweepCost:
+    """What a sweep asks for.
+
+    Attributes:
+        cells, passes, blocks: cells of the grid, passes over it (controls included), blocks of all.
+        forwards: forward passes of all pairs, if every cell of every pass were run whole.
+        forward_seconds: one of them, measured.
+        block_seconds: a block, the mean of `tried` of them from the first layer to the last.
+        seconds: of all blocks, one after another in one process.
+        peak_bytes: memory of a process that ran the blocks tried, all that it holds; None where
+            the system does not tell.
+    """
+
+    cells: int
+    passes: int
+    blocks: int
+    forwards: int
+    forward_seconds: float
+    block_seconds: float
+    tried: int
+    seconds: float
+    peak_bytes: int | None
+
+    @property
+    def forward_equivalents(self) -> float:
+        """How many forward passes of all pairs take as long as the sweep."""
+        return self.seconds / self.forward_seconds
+
+
+def sweep_cost(
+    model: Decoder, plan: SweepPlan, engine: str = "suffix", *, threads: int | None = None
+) -> SweepCost:
+    """Time one forward pass and a few blocks.
+
+    Args:
+        threads: that a process will compute with; None is what this one does.
+    Raises:
+        TaskError, TokenError, ShapeError, HookError: as the sweep itself would.
+    """
+    work = blocks(plan, model.config)
+    passes = len({block.kind for block in work})
+    grid, task = plan.grid(model.config), plan.task
+    of_effects = [block for block in work if block.kind == "effects"]
+    middle = of_effects[len(of_effects) // 2]
+    some = dict.fromkeys([middle, of_effects[0], of_effects[-1]])
+    with one_number_of_threads(threads or torch.get_num_threads()), torch.no_grad():
+        forward = min(
+            _seconds(
+                lambda: model(
+                    task.clean.to(model.device),
+                    attention_mask=None
+                    if task.attention_mask is None
+                    else task.attention_mask.to(model.device),
+                    backend=plan.backend,
+                ),
+                model.device,
+            )
+            for _ in range(2)
+        )
+        opened = open_sweep(model, plan, engine)
+        tried: list[float] = []
+        began = time.perf_counter()
+        for block in some:
+            took = _seconds(lambda: opened.run(block), model.device)  # noqa: B023
+            if not tried and took < _ENOUGH / 10:
+                # The first run of anything also warms up.
+                took = _seconds(lambda: opened.run(block), model.device)  # noqa: B023
+            tried.append(took)
+            if time.perf_counter() - began > _ENOUGH:
+                break
+    each = sum(tried) / len(tried)
+    return SweepCost(
+        cells=grid.size,
+        passes=passes,
+        blocks=len(work),
+        forwards=grid.size * passes + 2,
+        forward_seconds=forward,
+        block_seconds=each,
+        tried=len(tried),
+        seconds=each * len(work),
+        peak_bytes=_peak_bytes(model.device),
+    )
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
