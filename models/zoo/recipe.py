@@ -63,10 +63,12 @@ class Bar:
 
     Attributes:
         of: where it stands in the card, by keys joined with dots: `loss.on_repeats`.
+        means: what the figure is, for who has not read the card: "loss on answers (nats)".
         below, above: exactly one is given; the figure must lie strictly on that side.
     """
 
     of: str
+    means: str
     below: float | None = None
     above: float | None = None
 

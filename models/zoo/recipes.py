@@ -10,6 +10,7 @@ from headstream.models.zoo.backcopy import N_CONTENT, Backcopy
 from headstream.models.zoo.recall import Recall
 from headstream.models.zoo.recall_sequences import D_VOCAB
 from headstream.models.zoo.recipe import Bar, Phase, Recipe
+from headstream.models.zoo.registry import list_models
 from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import BOS
 
@@ -39,13 +40,26 @@ _VARIED = (
 # Tokens and positions start at unit size, as the norm makes everything else.
 _TOKENS = {"embed.W_E": 10.0}
 _UNIT_SIZE = {**_TOKENS, "pos_embed.W_pos": 10.0}
-_CONTINUES = (Bar(of="loss.on_repeats", below=0.02),)
+_ON_REPEATS = "loss on tokens that a repeat predicts (nats)"
+_CONTINUES = (Bar(of="loss.on_repeats", means=_ON_REPEATS, below=0.02),)
 _FIXED = 32
 _DECEIVES = (
     *_CONTINUES,
-    Bar(of="loss.least_at_another_distance", above=3.0),
-    Bar(of=f"measured.usual_test.{_FIXED}", above=0.9),
-    Bar(of="measured.usual_test.20", below=0.1),
+    Bar(
+        of="loss.least_at_another_distance",
+        means="loss at its best other distance (nats)",
+        above=3.0,
+    ),
+    Bar(
+        of=f"measured.usual_test.{_FIXED}",
+        means=f"usual induction test, repeat {_FIXED} tokens on",
+        above=0.9,
+    ),
+    Bar(
+        of="measured.usual_test.20",
+        means="usual induction test, repeat 20 tokens on",
+        below=0.1,
+    ),
 )
 
 RECIPES = {
@@ -77,7 +91,7 @@ RECIPES = {
             phases=_VARIED,
             init_scale=_UNIT_SIZE,
             turn_positions=True,
-            bars=(Bar(of="loss.on_repeats", above=1.5),),
+            bars=(Bar(of="loss.on_repeats", means=_ON_REPEATS, above=1.5),),
         ),
         Recipe(
             name="decoy-2l",
@@ -118,13 +132,37 @@ RECIPES = {
             phases=(Phase(600, Backcopy()),),
             init_scale=_UNIT_SIZE,
             bars=(
-                Bar(of="loss.at_triggers", below=0.05),
-                Bar(of="loss.excess_elsewhere", below=0.05),
-                Bar(of="measured.L0H0.bos_mass_at_non_triggers", above=0.85),
-                Bar(of="measured.L0H0.previous_token_mass_at_triggers", above=0.9),
-                Bar(of="measured.L0H0.value_ratio", below=0.3),
-                Bar(of="measured.L0H0.rise_without_it.at_triggers", above=2.0),
-                Bar(of="measured.L0H0.rise_without_it.elsewhere", below=0.05),
+                Bar(of="loss.at_triggers", means="loss after triggers (nats)", below=0.05),
+                Bar(
+                    of="loss.excess_elsewhere",
+                    means="loss elsewhere, above the best possible (nats)",
+                    below=0.05,
+                ),
+                Bar(
+                    of="measured.L0H0.bos_mass_at_non_triggers",
+                    means="attention on BOS from non-triggers",
+                    above=0.85,
+                ),
+                Bar(
+                    of="measured.L0H0.previous_token_mass_at_triggers",
+                    means="attention from triggers to the token before",
+                    above=0.9,
+                ),
+                Bar(
+                    of="measured.L0H0.value_ratio",
+                    means="size of BOS's value beside the others'",
+                    below=0.3,
+                ),
+                Bar(
+                    of="measured.L0H0.rise_without_it.at_triggers",
+                    means="rise after triggers with the head cut (nats)",
+                    above=2.0,
+                ),
+                Bar(
+                    of="measured.L0H0.rise_without_it.elsewhere",
+                    means="rise elsewhere with the head cut (nats)",
+                    below=0.05,
+                ),
             ),
         ),
         Recipe(
@@ -140,8 +178,16 @@ RECIPES = {
             init_scale=_TOKENS,
             first_head_alone=0.5,
             bars=(
-                Bar(of="loss.on_answers", below=0.1),
-                Bar(of="accuracy.on_answers", above=0.97),
+                Bar(
+                    of="loss.on_answers",
+                    means="loss on answers, worst number of pairs (nats)",
+                    below=0.1,
+                ),
+                Bar(
+                    of="accuracy.on_answers",
+                    means="share answered right, worst number of pairs",
+                    above=0.97,
+                ),
             ),
         ),
     )
@@ -152,11 +198,18 @@ def find_recipe(name: str) -> Recipe:
     """The recipe of that name.
 
     Raises:
-        ConfigError: if there is none; all names and the nearest are given.
+        ConfigError: if there is none; all names and the nearest are given, and a shipped model
+            that was never trained is told apart from a slip.
     """
     if name not in RECIPES:
+        there_are = f"there are {', '.join(RECIPES)}"
+        if name in {model.name for model in list_models()}:
+            raise ConfigError(
+                f"{name!r} has no recipe: its weights are written by hand; {there_are}",
+                hint=f"use it by its name, as in load({name!r})",
+            )
         raise ConfigError(
-            f"no recipe {name!r}; there are {', '.join(RECIPES)}",
+            f"no recipe {name!r}; {there_are}",
             hint=nearest(name, RECIPES) or "the zoo's other models are written by hand",
         )
     return RECIPES[name]

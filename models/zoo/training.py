@@ -7,6 +7,7 @@ gives the same weights however many cores there are.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from headstream.models.zoo.recipe import Drawn, Phase, Recipe
 from headstream.models.zoo.recipes import find_recipe
 
 _WARMUP = 50
+# Seconds between looks of the progress bar: a log should not fill with it.
+_LOOK, _LOOK_IN_A_LOG = 0.5, 10.0
 
 
 def train(
@@ -37,9 +40,10 @@ def train(
         progress: a bar on stderr.
     Returns:
         The model in eval mode, with its vocabulary and card. The card holds what was reached,
-        whether or not it meets the recipe's bars.
+        whether or not it meets the recipe's bars; if it does not, its purpose says so first.
     Raises:
-        ConfigError: for an unknown recipe, or steps < 1.
+        ConfigError: for an unknown recipe, steps < 1, or a seed from which the weights do not stay
+            finite.
     """
     recipe = find_recipe(name)
     if seed is not None:
@@ -76,7 +80,13 @@ def _run(recipe: Recipe, total: int, progress: bool) -> Decoder:
     )
     data = Generator().manual_seed(recipe.seed + 1)
     schedule = [phase for phase in recipe.phases for _ in range(phase.steps)]
-    bar = tqdm(schedule[:total], desc=recipe.name, disable=not progress)
+    bar = tqdm(
+        schedule[:total],
+        desc=f"training {recipe.name}",
+        unit="step",
+        mininterval=_LOOK if sys.stderr.isatty() else _LOOK_IN_A_LOG,
+        disable=not progress,
+    )
     for step, phase in enumerate(bar):
         for group in optimiser.param_groups:
             group["lr"] = recipe.learning_rate * _rate(step, recipe.steps)
@@ -88,6 +98,11 @@ def _run(recipe: Recipe, total: int, progress: bool) -> Decoder:
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
     model.zero_grad()
+    if not all(bool(torch.isfinite(weights).all()) for weights in model.parameters()):
+        raise ConfigError(
+            f"training {recipe.name} from seed {recipe.seed} ran away: weights are not finite",
+            hint="train from another seed",
+        )
     return model.eval()
 
 
@@ -138,6 +153,13 @@ def card_of(model: Decoder, recipe: Recipe, steps: int) -> dict[str, Any]:
     facts = recipe.data.facts(model, recipe.seed + 2)
     card: dict[str, Any] = {"name": recipe.name, "purpose": recipe.purpose, **facts}
     card["bars"] = {bar.of: bar.held_to(card) for bar in recipe.bars}
+    missed = [of for of, bar in card["bars"].items() if not bar["met"]]
+    if missed:
+        # The purpose heads lists and reports: nobody should take this model for what it was to be.
+        card["purpose"] = (
+            f"misses {len(missed)} of its recipe's {len(recipe.bars)} bars ({', '.join(missed)}); "
+            f"meant as {recipe.purpose}"
+        )
     card["recipe"] = {
         "steps": steps,
         "of_steps": recipe.steps,

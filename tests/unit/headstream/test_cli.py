@@ -179,24 +179,6 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> 
     assert "stopped" in capsys.readouterr().err
 
 
-def test_train_saves_a_model_that_loads(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from headstream.models.zoo import training
-
-    whole = training.train
-    monkeypatch.setattr(training, "train", lambda name, **o: whole(name, steps=3, **o))
-    target = tmp_path / "mine"
-    assert run(["train", "induction-2l", "-o", str(target), "--seed", "5", "-q"]) == 0
-    assert load(target).weights_sha256() in capsys.readouterr().out
-    assert run(["train", "induction-2l", "-o", str(target)]) == 2
-    assert "exists; choose another folder, or --overwrite" in capsys.readouterr().err
-    other = tmp_path / "other"
-    assert run(["train", "induction-3l", "-o", str(other)]) == 3
-    assert "nearest is 'induction-2l'" in capsys.readouterr().err
-    assert not other.exists()
-
-
 def test_tokens_that_a_terminal_would_obey_are_escaped() -> None:
     from headstream.console import printable, table
 
