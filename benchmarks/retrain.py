@@ -5,22 +5,31 @@
     python benchmarks/retrain.py induction-2l --seed 1 --record
     python benchmarks/retrain.py constructed-induction --write
     python benchmarks/retrain.py induction-2l --measure --write
+    python benchmarks/retrain.py --table             what `headstream train` takes and gives
 
 Models written by hand must come out bit for bit; trained ones must meet the bars of their recipe
 (bits depend on the kind of machine; whether they agree is printed). Seconds are this process's CPU
-time. `--write` replaces the shipped checkpoint, `--record` notes in its card what the other seed
-gave, `--measure` trains nothing and measures the shipped weights again. Exits 1 if a model misses.
+time. `--table` runs the command on every trained model, each in a process of its own, and prints a
+table in Markdown with that process's seconds. `--write` replaces the shipped checkpoint, `--record`
+notes in its card what the other seed gave, `--measure` trains nothing and measures the shipped
+weights again. Exits 1 if a model misses.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from headstream.commands.train import bars_of, bars_table, decimals, required
 from headstream.models.decoder import Decoder
 from headstream.models.store import load
 from headstream.models.zoo.constructed import constructed_induction
@@ -49,15 +58,13 @@ def make(name: str, seed: int | None, measure: bool = False) -> tuple[Decoder, b
     model = measured(name) if measure else train(name, seed=seed)
     seconds = time.process_time() - start
     assert model.card is not None
-    bars = model.card["bars"]
+    bars = bars_of(find_recipe(name), model.card)
     same = model.weights_sha256() == SHIPPED.get(name)
     print(f"{name}, seed {model.card['recipe']['seed']}, {seconds:.0f} s of CPU:")
-    for figure, bar in bars.items():
-        side = f"below {bar['below']}" if "below" in bar else f"above {bar['above']}"
-        print(f"  {figure} {bar['value']}, {side}: {'met' if bar['met'] else 'MISSED'}")
+    print(bars_table(bars))
     print(f"  circuit {model.card['circuit']}")
     print(f"  {'equal to' if same else 'other bits than'} the shipped weights")
-    return model, all(bar["met"] for bar in bars.values())
+    return model, all(bar["met"] for bar in bars)
 
 
 def measured(name: str) -> Decoder:
@@ -69,6 +76,43 @@ def measured(name: str) -> Decoder:
         model.card = card_of(model, recipe, before["recipe"]["steps"])
     model.card |= {key: before[key] for key in ("retrained",) if key in before}
     return model
+
+
+def tabulate(names: list[str], seed: int | None) -> bool:
+    """Run `headstream train` on each and print a row when it is done; whether all bars are met."""
+    print("| model | seed | seconds, of CPU | reached (bar) | weights |\n|---|---|---|---|---|")
+    good = True
+    for name in names:
+        said, wall, cpu = command(name, seed)
+        bars = "<br>".join(
+            f"{bar['means']}: {decimals(bar['value'])} ({required(bar)}"
+            f"{'' if bar['met'] else ', **missed**'})"
+            for bar in said["bars"]
+        )
+        weights = "the shipped ones" if said["shipped"] else "others"
+        drawn = said["card"]["recipe"]["seed"]
+        print(f"| `{name}` | {drawn} | {wall:.0f}, {cpu:.0f} | {bars} | {weights} |", flush=True)
+        good &= all(bar["met"] for bar in said["bars"])
+    return good
+
+
+def command(name: str, seed: int | None) -> tuple[dict[str, Any], float, float]:
+    """What `headstream train NAME` says, and its process's seconds: by the clock, of CPU."""
+    chosen = [] if seed is None else ["--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["train", name, "-o", str(Path(folder) / name), "--json", *chosen]
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "headstream", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = json.loads(done.stdout)
+    if "bars" not in said:
+        raise SystemExit(f"{name}: {said['error']['message']}")
+    return said, wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def record(name: str, other: Decoder) -> None:
@@ -95,10 +139,13 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="replace the shipped checkpoint")
     parser.add_argument("--record", action="store_true", help="note the seed's figures in the card")
     parser.add_argument("--measure", action="store_true", help="train nothing: new cards")
+    parser.add_argument("--table", action="store_true", help="time the command, and nothing else")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(known))
     if unknown:
         parser.error(f"unknown {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.table:
+        return 0 if tabulate(options.names or list(RECIPES), options.seed) else 1
     good = True
     for name in options.names or known:
         model, fine = make(name, options.seed, options.measure)
