@@ -57,7 +57,7 @@ def train(
     save(model, target, overwrite=overwrite)
     card = model.card or {}
     sha256 = model.weights_sha256()
-    value = {
+    value: dict[str, Any] = {
         "path": str(target),
         "sha256": sha256,
         "shipped": sha256 in {shipped.weights_sha256 for shipped in list_models()},

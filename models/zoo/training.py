@@ -96,7 +96,8 @@ def _run(recipe: Recipe, total: int, progress: bool) -> Decoder:
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimiser.step()
         if step % 50 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+            # Shown at the bar's next look: its count of steps is not up to date before.
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     model.zero_grad()
     if not all(bool(torch.isfinite(weights).all()) for weights in model.parameters()):
         raise ConfigError(
