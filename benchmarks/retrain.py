@@ -80,7 +80,9 @@ def measured(name: str) -> Decoder:
 
 def tabulate(names: list[str], seed: int | None) -> bool:
     """Run `headstream train` on each and print a row when it is done; whether all bars are met."""
-    print("| model | seed | seconds, of CPU | reached (bar) | weights |\n|---|---|---|---|---|")
+    print(
+        "| model | seed | seconds | of CPU | reached (bar) | weights |\n|---|---|---|---|---|---|"
+    )
     good = True
     for name in names:
         said, wall, cpu = command(name, seed)
@@ -91,7 +93,7 @@ def tabulate(names: list[str], seed: int | None) -> bool:
         )
         weights = "the shipped ones" if said["shipped"] else "others"
         drawn = said["card"]["recipe"]["seed"]
-        print(f"| `{name}` | {drawn} | {wall:.0f}, {cpu:.0f} | {bars} | {weights} |", flush=True)
+        print(f"| `{name}` | {drawn} | {wall:.0f} | {cpu:.0f} | {bars} | {weights} |", flush=True)
         good &= all(bar["met"] for bar in said["bars"])
     return good
 
