@@ -38,7 +38,7 @@ def train(
 
     RECIPE is the name of a trained model in `headstream models`, such as induction-2l. The model is
     then measured on new sequences and held to the recipe's bars; exit 1 if it misses one. It is
-    saved all the same, with a card that says which. Takes one to three minutes on one core.
+    saved all the same, with a card that says which. Takes half a minute to two minutes.
     """
     target = Path(output)
     if not target.parent.is_dir():
