@@ -26,10 +26,10 @@ _FIRST = TRIGGERS[-1] + 1  # tokens from here on are no triggers
 
 def backcopy_pairs(
     card: Mapping[str, Any],
-    n: int,
+    n: Any,
     seed: int,
     *,
-    corruption: str = "before",
+    corruption: Any = "before",
     config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
     """`n` pairs; see `tasks.pairs_for`.

@@ -23,6 +23,8 @@ Head = tuple[int, int]
 
 # A head is named in the card's circuit from this score on.
 NAMED_FROM = 0.5
+# Heads are idle if cutting them, one by one and all together, moves the loss by less (nats).
+IDLE_BELOW = 0.001
 _USUAL_ON = 64
 
 
@@ -105,9 +107,11 @@ def find_circuit(
         elsewhere: repeats at other distances. A head that scores on `made` and not on each of
             these copies from a fixed distance.
     Returns:
-        `{"previous-token": [..], "induction": [..], "idle": [..]}`, with "fixed-distance" if there
-        are such heads, and a dict of scores by head, loss on repeats with each head silent, and
-        with all heads of a kind silent.
+        Heads of the kinds "previous-token", "induction" and "fixed-distance", as far as there are
+        any, and the rest. The rest is "idle" if silencing any one of it, and all of it, moves the
+        loss on repeats by less than `IDLE_BELOW`: alone does not do, since heads can stand in for
+        one another. Otherwise it is "other". And a dict of scores by head, loss on repeats with
+        each head silent, and with all heads of a kind silent.
     """
     heads = [
         (at, head) for at in range(model.config.n_layers) for head in range(model.config.n_heads)
@@ -124,19 +128,25 @@ def find_circuit(
             kinds["induction"] = [h for h in kinds["induction"] if h not in fixed]
             kinds["fixed-distance"] = fixed
     named = {head for members in kinds.values() for head in members}
-    kinds["idle"] = [head for head in heads if head not in named]
+    rest = [head for head in heads if head not in named]
+    without = {head: loss_without(model, made, [head]) for head in heads}
+    if rest:
+        intact = loss_without(model, made, [])
+        cut = [*(without[head] for head in rest), loss_without(model, made, rest)]
+        kinds["idle" if max(abs(loss - intact) for loss in cut) < IDLE_BELOW else "other"] = rest
+    kinds = {kind: members for kind, members in kinds.items() if members}
     names = {kind: [head_name(*head) for head in members] for kind, members in kinds.items()}
     measured = {
         "previous_token_score": _by_head(heads, previous),
         "induction_score": _by_head(heads, induction),
         "loss_on_repeats_without": {
-            head_name(*head): round(loss_without(model, made, [head]), 4) for head in heads
+            head_name(*head): round(loss, 4) for head, loss in without.items()
         }
         | {
             f"all {kind}": round(loss_without(model, made, members), 4)
             for kind, members in kinds.items()
-            if members
         },
+        "idle_below": IDLE_BELOW,
     }
     return names, measured
 

@@ -27,10 +27,10 @@ GateCorruption = Literal["both", "first", "second"]
 
 def gate_pairs(
     card: Mapping[str, Any],
-    n: int,
+    n: Any,
     seed: int,
     *,
-    corruption: str = "both",
+    corruption: Any = "both",
     config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
     """`n` pairs for a gate; see `tasks.pairs_for`.

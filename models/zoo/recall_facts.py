@@ -115,10 +115,9 @@ def _circuit(
     }
     named = {head for members in kinds.values() for head in members}
     kinds["other"] = [head for head in heads if head not in named]
+    kinds = {kind: members for kind, members in kinds.items() if members}
     without = {head_name(*head): _loss_without(model, made, [head]) for head in heads} | {
-        f"all {kind}": _loss_without(model, made, members)
-        for kind, members in kinds.items()
-        if members
+        f"all {kind}": _loss_without(model, made, members) for kind, members in kinds.items()
     }
     return (
         {kind: [head_name(*head) for head in members] for kind, members in kinds.items()},

@@ -25,12 +25,12 @@ RecallCorruption = Literal["needle_key", "needle_value", "question"]
 
 def recall_pairs(
     card: Mapping[str, Any],
-    n: int,
+    n: Any,
     seed: int,
     *,
-    corruption: str = "needle_key",
-    n_pairs: int | None = None,
-    depth: tuple[int, int] | None = None,
+    corruption: Any = "needle_key",
+    n_pairs: Any = None,
+    depth: Any = None,
     config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
     """`n` pairs of prompts; see `tasks.pairs_for`.

@@ -11,14 +11,14 @@ first time counts, since a second time it could be copied from the first answer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Generator, Tensor
 
 from headstream.models.errors import ShapeError, TaskError
-from headstream.models.zoo.sequences import BOS
+from headstream.models.zoo.sequences import BOS, whole_span
 
 DATA, INST = 1, 2
 N_KEYS = 64
@@ -103,9 +103,7 @@ def recall_sequences(
     )
 
 
-def questions(
-    batch: int, n_pairs: int, *, generator: Generator, depth: Span | None = None
-) -> Questions:
+def questions(batch: int, n_pairs: int, *, generator: Generator, depth: Any = None) -> Questions:
     """Prompts that end in one question.
 
     Args:
@@ -118,11 +116,11 @@ def questions(
         TaskError: for a number of pairs or a depth that cannot be.
     """
     _require_pairs((n_pairs, n_pairs), prompt_length(n_pairs))
-    low, high = (0, n_pairs - 1) if depth is None else depth
+    low, high = (0, n_pairs - 1) if depth is None else whole_span("depth", depth)
     if not 0 <= low <= high < n_pairs:
         raise TaskError(
             f"depth must be (smallest, largest) within 0 .. {n_pairs - 1} for {n_pairs} pairs, "
-            f"got {depth}"
+            f"got {(low, high)}"
         )
     keys, values = _keys_and_values(batch, generator)
     needle = torch.randint(low, high + 1, (batch,), generator=generator)

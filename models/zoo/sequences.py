@@ -11,7 +11,8 @@ Nothing here touches the global random state: randomness comes from the `generat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -58,15 +59,34 @@ class SingleMatch(NamedTuple):
     fresh: Int[Tensor, "batch unused"]
 
 
+def whole_span(name: str, span: Any) -> tuple[int, int]:
+    """`span`, the smallest and the largest of something, as two ints.
+
+    Raises:
+        TaskError: unless it is two whole numbers.
+    """
+    ends = span if isinstance(span, (tuple, list)) else ()
+    if len(ends) == 2 and all(_is_whole(end) for end in ends):
+        return operator.index(ends[0]), operator.index(ends[1])
+    raise TaskError(
+        f"{name} must be two whole numbers (smallest, largest), got {span!r}",
+        hint=f"for one value give it twice: {name}=({span}, {span})" if _is_whole(span) else "",
+    )
+
+
+def _is_whole(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def repeated_blocks(
     batch: int,
     length: int,
     n_content: int,
     *,
     generator: Generator,
-    block: tuple[int, int],
-    gap: tuple[int, int] = (0, 0),
-    lead: tuple[int, int] = (0, 0),
+    block: Any,
+    gap: Any = (0, 0),
+    lead: Any = (0, 0),
 ) -> RepeatedBlocks:
     """BOS, some filler, then a random block again and again with filler between, cut to `length`.
 
@@ -82,13 +102,16 @@ def repeated_blocks(
         block, gap, lead: smallest and largest length in tokens, both included, of the block, of
             the filler between two occurrences and of the filler before the first.
     Raises:
-        TaskError: if a range is empty or leaves no token for the filler.
+        TaskError: if a range is not two whole numbers, is empty or leaves no token for the filler.
     Example:
         >>> made = repeated_blocks(1, 7, 9, generator=Generator().manual_seed(0), block=(3, 3))
         >>> made.predictable.int().tolist(), made.source.tolist()
         ([[0, 0, 0, 0, 0, 1, 1]], [[-1, -1, -1, -1, -1, 2, 3]])
     """
     _require_sizes(batch, length)
+    block, gap, lead = (
+        whole_span(name, span) for name, span in (("block", block), ("gap", gap), ("lead", lead))
+    )
     for name, span, least in (("block", block, 1), ("gap", gap, 0), ("lead", lead, 0)):
         if not least <= span[0] <= span[1]:
             raise TaskError(
@@ -134,7 +157,7 @@ def single_match(
     n_content: int,
     *,
     generator: Generator,
-    distance: tuple[int, int] | None = None,
+    distance: Any = None,
 ) -> SingleMatch:
     """Prompts `<bos> .. A B .. A`, the two A's `distance` tokens apart, the rest all different.
 
@@ -145,7 +168,7 @@ def single_match(
         distance: smallest and largest distance between the two A's, drawn uniformly; None is
             every distance that fits, 2 to length - 2.
     Raises:
-        TaskError: if the tokens do not suffice or a distance does not fit.
+        TaskError: if the tokens do not suffice, or distances are not two whole numbers that fit.
     Example:
         >>> made = single_match(1, 6, 9, generator=Generator().manual_seed(0))
         >>> bool(made.tokens[0, made.earlier[0]] == made.tokens[0, -1])
@@ -160,7 +183,7 @@ def single_match(
             f"unused, to corrupt with), but there are {n_content}",
             hint=f"use a length of at most {n_content + 1}",
         )
-    span = (2, length - 2) if distance is None else distance
+    span = (2, length - 2) if distance is None else whole_span("distance", distance)
     if not 2 <= span[0] <= span[1] <= length - 2:
         raise TaskError(
             f"distance must be (smallest, largest) within 2 .. {length - 2} for "

@@ -31,7 +31,7 @@ Corruption = Literal["earlier_query", "answer", "last"]
 
 def pairs_for(
     card: Mapping[str, Any],
-    n: int,
+    n: Any,
     seed: int,
     *,
     config: DecoderConfig | None = None,
@@ -79,11 +79,11 @@ def pairs_for(
 
 def induction_pairs(
     card: Mapping[str, Any],
-    n: int,
+    n: Any,
     seed: int,
     *,
-    corruption: str | None = None,
-    distance: tuple[int, int] | None = None,
+    corruption: Any = None,
+    distance: Any = None,
     config: DecoderConfig | None = None,
 ) -> dict[str, Any]:
     """`n` pairs of `<bos> .. A B .. A`; see `pairs_for`.

@@ -1,5 +1,6 @@
 """What a card says of a circuit, on the model whose circuit is known; and the shipped card."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ from torch import Generator
 
 from headstream.models.decoder import Decoder
 from headstream.models.store import load
+from headstream.models.zoo import facts
 from headstream.models.zoo.constructed import constructed_induction
 from headstream.models.zoo.facts import find_circuit, head_scores, loss_without, losses
 from headstream.models.zoo.recipes import RECIPES
+from headstream.models.zoo.registry import list_models
 from headstream.models.zoo.repeats import Repeats
 from headstream.models.zoo.sequences import RepeatedBlocks, repeated_blocks
 
@@ -164,3 +167,55 @@ def test_the_shipped_card_reports_this_model(
     assert max(without[name] for name in names["induction"]) < 0.05
     assert without["all induction"] > 3.0
     assert without["all idle"] < 0.02
+
+
+def stands_in(constructed: Decoder) -> Decoder:
+    """The constructed model with its induction head twice, as L1H2 and L1H3."""
+    attn = constructed.blocks[1].attn
+    with torch.no_grad():
+        for weights in (attn.W_Q, attn.W_K, attn.W_V, attn.W_O):
+            weights[3] = weights[2]
+    return constructed
+
+
+def test_heads_that_stand_in_for_one_another_are_not_idle(
+    repeats: RepeatedBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stands_in(constructed_induction())
+    # No head scores enough for a name: what is left of the circuit is then told by cuts alone.
+    monkeypatch.setattr(facts, "NAMED_FROM", 1.1)
+    names, measured = find_circuit(model, repeats)
+    assert names == {"other": [f"L{layer}H{head}" for layer in range(2) for head in range(4)]}
+    without = measured["loss_on_repeats_without"]
+    assert without["L1H2"] == without["L1H3"] < 0.1 < 3.0 < without["all other"]
+    monkeypatch.setattr(facts, "NAMED_FROM", 0.5)
+    assert find_circuit(model, repeats)[0]["idle"] == ["L0H0", "L0H2", "L0H3", "L1H0", "L1H1"]
+
+
+def test_the_rest_is_other_where_only_the_cut_of_all_of_it_shows(
+    repeats: RepeatedBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = constructed_induction()
+    found: dict[int, float] = {0: 0.5, 1: 0.5004, 6: 0.502}
+    monkeypatch.setattr(
+        facts, "loss_without", lambda model, made, heads: found.get(len(list(heads)), 1.0)
+    )
+    assert "other" in find_circuit(model, repeats)[0], "six at once move 0.002"
+    found[6] = 0.4995
+    assert "idle" in find_circuit(model, repeats)[0], "0.0005 less is within the bound too"
+    found[6] = 0.498
+    assert "other" in find_circuit(model, repeats)[0], "and 0.002 less is not"
+
+
+@pytest.mark.parametrize(
+    "card", [pytest.param(model.card, id=model.name) for model in list_models()]
+)
+def test_no_shipped_card_calls_a_head_idle_that_the_loss_needs(card: Mapping[str, Any]) -> None:
+    assert all(members for members in card["circuit"].values()), "no empty kind"
+    idle = card["circuit"].get("idle")
+    if idle is None or not isinstance(card["recipe"], Mapping):
+        return  # written by hand: tested bit for bit beside the weights
+    without, intact = card["measured"]["loss_on_repeats_without"], card["loss"]["on_repeats"]
+    # The card's loss is over other sequences than its cuts: both stand far below the bound.
+    assert card["measured"]["idle_below"] == facts.IDLE_BELOW
+    assert all(abs(without[head] - intact) < facts.IDLE_BELOW for head in [*idle, "all idle"])

@@ -1,12 +1,17 @@
 """Prompt pairs: what each corruption changes, and what stays."""
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from headstream.analyses.patching.task import Task
 from headstream.models.errors import TaskError
+from headstream.models.store import load
 from headstream.models.zoo.constructed import constructed_induction
+from headstream.models.zoo.sequences import repeated_blocks
 from headstream.models.zoo.tasks import pairs_for
 
 CARD: dict[str, Any] = {
@@ -124,6 +129,55 @@ def test_options_are_checked() -> None:
         pairs_for(CARD, 0, 0)
     with pytest.raises(TaskError, match=r"within 2 .. 12 for length=14, got \(1, 3\)"):
         pairs_for(CARD, 3, 0, distance=(1, 3))
+
+
+@pytest.mark.parametrize(
+    "span", ["ab", ("a", "b"), (2.5, 3), (3,), (3, 4, 5), (True, 4), {3: 4, 5: 6}, None, 5, 2.5]
+)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("induction-2l", "distance"), ("decoy-2l", "distance"), ("recall-2l", "depth")],
+)
+def test_a_span_is_two_whole_numbers(name: str, option: str, span: Any) -> None:
+    model = load(name)
+    if span is None:  # the kind's own
+        assert len(Task.for_model(model, n=2, **{option: None})) == 2
+        return
+    words = f"{option} must be two whole numbers (smallest, largest), got {span!r}"
+    with pytest.raises(TaskError, match=re.escape(words)) as caught:
+        Task.for_model(model, n=2, **{option: span})
+    assert (f"for one value give it twice: {option}=(5, 5)" in str(caught.value)) == (span == 5)
+
+
+def test_spans_from_json_and_from_numpy_are_spans() -> None:
+    model = load("recall-2l")
+    for span in ([3, 4], np.array([3, 4]).tolist(), tuple(np.array([3, 4]))):
+        needles = Task.for_model(model, n=40, depth=span).roles["needle_key"]
+        assert set(needles.tolist()) == {8, 10}, "<bos> <data>, and two tokens a pair"
+
+
+@pytest.mark.parametrize("span", [5, "ab", (2.5, 3)])
+@pytest.mark.parametrize("name", ["block", "gap", "lead"])
+def test_spans_of_blocks(name: str, span: Any) -> None:
+    spans = {"block": (2, 3)} | {name: span}
+    words = f"{name} must be two whole numbers (smallest, largest), got {span!r}"
+    with pytest.raises(TaskError, match=re.escape(words)):
+        repeated_blocks(2, 20, 30, generator=torch.Generator(), **spans)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"corruption": 5}, "corruption must be one of .*, got 5"),
+        ({"corruption": ["answer"]}, r"corruption must be one of .*, got \['answer'\]"),
+        ({"n": 2.5}, r"n must be a whole number of pairs >= 1, got 2\.5"),
+        ({"n": "two"}, "n must be a whole number of pairs >= 1, got 'two'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["induction-2l", "constructed-and", "backcopy-1l", "recall-2l"])
+def test_every_kind_says_what_it_takes(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        pairs_for(load(name).card or {}, **({"n": 3, "seed": 0} | options))
 
 
 @pytest.mark.parametrize(
