@@ -20,8 +20,8 @@ from headstream.analyses.patching.words import opposed, second_effect, sentence
 # How many sites without the label are still named, the largest effects first.
 NOTABLE = 3
 
-# Measured coverage of the 95% BCa interval by number of prompts (science: 4.8).
-_COVERAGE = ((12, "0.84"), (24, "0.90"), (48, "0.92"), (64, "0.93"))
+# What the 95% intervals were found to cover by number of prompts: of lognormal effects, of normal.
+_COVERAGE = ((12, "0.85 to 0.95"), (24, "0.90 to 0.95"), (64, "0.92 to 0.95"))
 
 
 def causal_cells(data: xr.Dataset, details: Mapping[str, Any]) -> xr.DataArray:
@@ -135,7 +135,10 @@ def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
     else:
         for below, coverage in _COVERAGE:
             if n < below:
-                words.append(f"{n} pairs: 95% intervals cover about {coverage}, not 0.95")
+                words.append(
+                    f"{n} pairs: 95% intervals cover {coverage}, "
+                    "less where few pairs carry the effect"
+                )
                 break
         words += _few_pairs(data)
         words += _coarse_p(details)

@@ -3,7 +3,8 @@
     1. the unit is the prompt: effects [cell..., example], NaN where a prompt lacks the cell
     2. sign-flip permutation of the raw mean, with the maximum over the whole grid  -> p_value
     3. Benjamini-Hochberg on the per-cell sign-flip p                               -> q_value
-    4. BCa bootstrap over prompts, of the mean and of the ratio of means            -> intervals
+    4. BCa bootstrap over prompts, of the mean and of the ratio of means, never
+       narrower than Student's t                                                    -> intervals
     5. the one rule for CAUSAL: p <= 0.05, n >= 6, and an effect larger than the
        unrelated-prompt control's in the same direction; a failed condition is said in words
 
@@ -158,9 +159,11 @@ def mean_interval(
 ) -> tuple[Float[Array, "*cells"], Float[Array, "*cells"]]:
     """95% interval of each cell's mean over prompts: low and high.
 
-    BCa with 2,000 resamples; percentile where BCa is undefined (all effects equal). It covers 0.84
-    at n = 8, 0.90 at 16, 0.92 at 32, 0.93 to 0.94 at 64. Below 6 prompts it is the range of the
-    effects, and NaN for a single prompt.
+    BCa with 2,000 resamples (percentile where BCa is undefined: all effects equal), each end moved
+    out to that of Student's t interval where that reaches further. BCa alone covers 0.84 at n = 8,
+    0.90 at 16 and 0.92 at 32, and with heavy tails 0.90 at 64; this covers normal effects 0.95 from
+    n = 6 on, exponential ones 0.89 at 8, 0.94 at 16 and 0.95 at 64, lognormal ones 0.85, 0.90 and
+    0.93. Below 6 prompts it is the range of the effects, and NaN for a single prompt.
     """
     return _by_prompts(effects, None, lambda values, axis: np.mean(values, axis=axis), seed)
 
@@ -211,7 +214,23 @@ def _ends(values: Array, gaps: Array | None, statistic: Callable[..., Any], seed
     undefined = ~np.isfinite(ends).all(axis=0)
     if undefined.any():
         ends[:, undefined] = _bootstrap(values[undefined], gaps, statistic, seed, "percentile")
-    return ends
+    return _around_t(ends, values, gaps)
+
+
+def _around_t(ends: Array, values: Array, gaps: Array | None) -> Array:
+    """The interval, widened to hold Student's t interval of the mean or (linearised) of the ratio.
+
+    BCa alone covers too little with few prompts, and with heavy tails even with many: its skewness
+    is then itself mostly noise.
+    """
+    n = values.shape[1]
+    divisor = np.ones(n) if gaps is None else gaps
+    scale = float(divisor.mean())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        centre = values.mean(axis=1) / scale
+        error = (values - centre[:, None] * divisor).std(axis=1, ddof=1) / (n**0.5 * abs(scale))
+    reach = float(stats.t.ppf(0.975, n - 1)) * error
+    return np.stack([np.fmin(ends[0], centre - reach), np.fmax(ends[1], centre + reach)])
 
 
 def _bootstrap(

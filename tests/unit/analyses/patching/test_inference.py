@@ -167,17 +167,41 @@ class TestQValues:
 
 
 class TestIntervals:
-    def test_one_cell_is_scipys_bca(self) -> None:
-        effects = np.random.default_rng(8).exponential(size=20)
-        low, high = inference.mean_interval(effects[None], seed=3)
-        expected = stats.bootstrap(
-            (effects,),
-            np.mean,
+    @pytest.mark.parametrize("with_gap", [False, True])
+    def test_one_cell_is_the_wider_of_scipys_bca_and_students_t(self, with_gap: bool) -> None:
+        """At each end. Of the ratio, t by the delta method: effects - ratio * gap, over mean gap."""
+        rng = np.random.default_rng(8)
+        effects = rng.exponential(size=20)
+        gap = effects + rng.normal(2.0, 0.5, size=20)
+        samples = (effects, gap) if with_gap else (effects,)
+        bca = stats.bootstrap(
+            samples,
+            (lambda x, g, axis: x.mean(axis) / g.mean(axis)) if with_gap else np.mean,
             n_resamples=2000,
             method="BCa",
+            paired=with_gap,
             rng=np.random.default_rng([3, 2]),
         ).confidence_interval
-        np.testing.assert_allclose([low[0], high[0]], [expected.low, expected.high], rtol=1e-12)
+        if with_gap:
+            low, high = inference.ratio_interval(effects[None], gap, seed=3)
+            ratio = effects.mean() / gap.mean()
+            around = stats.ttest_1samp((effects - ratio * gap) / gap.mean(), 0.0)
+            t = around.confidence_interval(0.95)
+            ends = (ratio + t.low, ratio + t.high)
+        else:
+            low, high = inference.mean_interval(effects[None], seed=3)
+            t = stats.ttest_1samp(effects, 0.0).confidence_interval(0.95)
+            ends = (t.low, t.high)
+        expected = [min(bca.low, ends[0]), max(bca.high, ends[1])]
+        np.testing.assert_allclose([low[0], high[0]], expected, rtol=1e-12)
+        # Both kinds decide an end here, so that neither could be left out.
+        assert (low[0] < bca.low) != (high[0] > bca.high)
+
+    def test_few_prompts_of_heavy_tails_are_covered(self) -> None:
+        """BCa alone holds 0.78 of these means (1,000 simulations, standard error 0.012)."""
+        effects = np.random.default_rng(12).lognormal(size=(1000, 8))
+        low, high = inference.mean_interval(effects)
+        assert 0.82 <= np.mean((low <= np.exp(0.5)) & (high >= np.exp(0.5))) <= 0.97
 
     def test_a_cell_has_the_same_interval_in_any_grid(
         self, monkeypatch: pytest.MonkeyPatch
