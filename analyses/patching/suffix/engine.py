@@ -42,7 +42,7 @@ from headstream.models.errors import HookError
 
 # Positions that are run together: products of this many rows are fast, and what is between them
 # stays in the cache. Measured on two cores, and not sharp.
-BAND_ROWS = 1024
+BAND_ROWS = 2048
 # How much further than the shortest suffix of a band its longest may reach, as a part of it.
 BAND_WASTE = 0.2
 # What a run costs of which only one row is run, as a part of a row for each key of it.
@@ -185,14 +185,15 @@ class SuffixSweep:
         by_key = site.name in ("k", "v")
         out = values.new_empty(*values.shape[:2], self._model.config.d_model)
         short = not by_key and index == self._model.config.n_layers - 1
+        new = None if by_key else self._spread.changed(index, values, self._band(pair, at))
         for which in self._near(pair, at, len(units), short):
             band = self._band(pair[which], at[which])
             for part in _parts(len(units), len(band.at) * (1 if short else band.end - band.start)):
-                given = values[which, part]
-                if by_key:
+                if new is None:
+                    given = values[which, part]
                     found = enter_key_or_value(self._spread, site, index, given, units[part], band)
                 else:
-                    found = self._spread.mid_from_place(index, given, band)
+                    found = self._spread.mid_from_place(index, new.part(which, part), band)
                 out[which, part] = found
         return out
 

@@ -6,6 +6,8 @@ Tensors are [run, pos, ...], a run being one pair with one patch. The formulas a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +26,33 @@ from headstream.models.positions import RotaryTables, rotary_tables, rotate
 # Up to this many edges, the mask of a suffix is written out: 1 MB of booleans.
 MASK_ENTRIES = 2**20
 
-# Rows that go through an MLP together.
-MLP_ROWS = 256
+# Rows that go through an MLP together: fewer make its products slower.
+MLP_ROWS = 1024
+
+
+# Activations that torch can write over what they read; functional.gelu has no such argument.
+IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+    functional.gelu: torch.ops.aten.gelu_.default,
+    functional.relu: torch.relu_,
+}
+
+
+class Scratch:
+    """Memory that is used again and again, which is faster than asking for it again and again.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._kept: dict[str, Tensor] = {}
+
+    def room(self, name: str, *shape: int) -> Tensor:
+        """A tensor of that shape, of any content, valid until the same name is asked for again."""
+        size = math.prod(shape)
+        if name not in self._kept or len(self._kept[name]) < size:
+            self._kept[name] = self._like.new_empty(size)
+        return self._kept[name][:size].view(shape)
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,7 @@ class Layer:
         rotary: cos and sin of every position, or None.
         shortformer: vectors added to the inputs of q and k [pos, d_model], or None.
         backend: of the attention.
+        scratch: memory for what is not kept, one for all layers.
     """
 
     index: int
@@ -51,6 +79,7 @@ class Layer:
     rotary: RotaryTables | None
     shortformer: Tensor | None
     backend: str
+    scratch: Scratch
 
     @property
     def scale(self) -> float:
@@ -113,23 +142,46 @@ class Layer:
         """What attention writes."""
         return _linear(z.flatten(2), self.W_O.flatten(0, 1), self.block.attn.b_O)
 
+    def attended_(
+        self, resid: Float[Tensor, "run pos d_model"], z: Float[Tensor, "run pos head d_head"]
+    ) -> Float[Tensor, "run pos d_model"]:
+        """The stream after attention has written, in the memory of the stream before it."""
+        if self.block.attn.b_O is not None:
+            resid.add_(self.block.attn.b_O)
+        rows = resid.view(-1, resid.shape[-1])
+        torch.addmm(rows, z.reshape(len(rows), -1), self.W_O.flatten(0, 1), out=rows)
+        return resid
+
     def after(self, mid: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "run pos d_model"]:
         """The layer's output from the stream after its attention."""
+        return self.after_(mid.clone(memory_format=torch.contiguous_format))
+
+    def after_(self, mid: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "run pos d_model"]:
+        """The same in the memory of the stream after attention."""
         if not self.block.has_mlp:
             return mid
-        # A few rows at a time, so that their neurons stay in the cache between the two products.
-        rows = mid.reshape(-1, 1, mid.shape[-1])
-        parts = [self.written(part, self.neurons(part)) for part in rows.split(MLP_ROWS)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(mid)
+        mlp = self.block.mlp
+        # Some rows at a time, whose neurons need not be kept.
+        for rows in mid.view(-1, 1, mid.shape[-1]).split(MLP_ROWS):
+            post = self.neurons(rows, self.scratch)
+            if mlp.b_out is not None:
+                rows.add_(mlp.b_out)
+            torch.addmm(rows[:, 0], post[:, 0], mlp.W_out, out=rows[:, 0])
+        return mid
 
-    def neurons(self, mid: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "run pos d_mlp"]:
-        """The MLP's neurons after the activation."""
+    def neurons(
+        self, mid: Float[Tensor, "run pos d_model"], scratch: Scratch | None = None
+    ) -> Float[Tensor, "run pos d_mlp"]:
+        """The MLP's neurons after the activation; in `scratch` they last until the next call."""
         mlp = self.block.mlp
         x = normed(self.block.ln2, mid)
-        linear = _linear(x, mlp.W_in, mlp.b_in)
+        room = (
+            None if scratch is None else scratch.room("neurons", *mid.shape[:2], mlp.W_in.shape[1])
+        )
+        linear = _linear(x, mlp.W_in, mlp.b_in, room)
         if mlp.gated:
             return mlp.act(x @ mlp.W_gate).mul_(linear)
-        return mlp.act(linear)
+        return _activated(mlp.act, linear) if scratch else mlp.act(linear)
 
     def written(
         self, mid: Float[Tensor, "run pos d_model"], post: Float[Tensor, "run pos d_mlp"]
@@ -186,6 +238,7 @@ def layers_of(model: Decoder, first: int, length: int, backend: str | None) -> l
         rotary = rotary_tables(positions[None], config.d_head, config.rotary_base, model.dtype)
     shortformer = model.pos_embed(positions[None])[0] if config.positions == "shortformer" else None
     layers: list[Layer | None] = [None] * first
+    scratch = Scratch(model.W_E)
     for index in range(first, config.n_layers):
         block = model.blocks[index]
         attn = block.attn
@@ -203,6 +256,7 @@ def layers_of(model: Decoder, first: int, length: int, backend: str | None) -> l
                 rotary,
                 shortformer,
                 backend or model.backend,
+                scratch,
             )
         )
     return layers
@@ -216,10 +270,20 @@ def normed(norm: object, x: Float[Tensor, "run pos d_model"]) -> Float[Tensor, "
     return out
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W (+ b) as one product of matrices."""
+def _activated(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The activation of x, in its memory where torch does that."""
+    in_place = IN_PLACE.get(act)
+    return act(x) if in_place is None else in_place(x)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+    """x W (+ b) as one product of matrices, in `room` where that is given."""
     rows = x.reshape(-1, x.shape[-1])
-    out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    out = None if room is None else room.view(len(rows), -1)
+    if bias is None:
+        out = torch.mm(rows, weight, out=out)
+    else:
+        out = torch.addmm(bias, rows, weight, out=out)
     return out.view(*x.shape[:-1], weight.shape[1])
 
 

@@ -29,6 +29,9 @@ from headstream.analyses.patching.suffix.state import BaseRun
 from headstream.models.attend_flash import attend_flash
 from headstream.models.attend_naive import widen
 
+# Scores of a head that are formed together where a changed position reads the ones before it.
+OWN_SCORES = 2**16
+
 # The largest weight of a key that is taken out by subtraction.
 HEAVY = 0.5
 
@@ -48,6 +51,10 @@ class Band:
     read: Int[Tensor, " pair"]
     start: int
     end: int
+
+    def part(self, which: slice) -> Band:
+        """Some of the pairs."""
+        return Band(self.example[which], self.at[which], self.read[which], self.start, self.end)
 
     @property
     def span(self) -> Int[Tensor, " pos"]:
@@ -73,6 +80,25 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """Positions whose `resid_pre` is new in a layer, and what the layer makes of them.
+
+    Attributes:
+        resid: [pair, unit, d_model].
+        k, v: [pair, unit, kv_head, d_head], k rotated where positions are.
+        z: of the position's own row, [pair, unit, head, d_head].
+    """
+
+    resid: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+
+    def part(self, pairs: slice, units: slice) -> Changed:
+        return Changed(*(x[pairs, units] for x in (self.resid, self.k, self.v, self.z)))
+
+
+@dataclass(frozen=True)
 class Spread:
     """The layers of a model and the unpatched run that patches start from."""
 
@@ -84,8 +110,21 @@ class Spread:
         assert layer is not None, "a patch never reaches back before its layer"
         return layer
 
+    def changed(self, index: int, resid: Float[Tensor, "pair unit d_model"], band: Band) -> Changed:
+        """What a layer makes of a new `resid_pre` at `at`; pairs need not be at close places."""
+        layer, units = self.layer(index), resid.shape[1]
+        found = []
+        for some in torch.arange(len(band.at)).split(max(1, OWN_SCORES // (units * band.end))):
+            part = band.part(slice(int(some[0]), int(some[-1]) + 1))
+            new = resid[some[0] : some[-1] + 1]
+            place = part.at.repeat_interleave(units)[:, None]
+            projected = layer.projected(new.flatten(0, 1)[:, None], place)
+            q, k, v = (x[:, 0].unflatten(0, new.shape[:2]) for x in projected)
+            found.append((k, v, self._own_row(layer, q, k, v, part)))
+        return Changed(resid, *(torch.cat(kind) for kind in zip(*found)))
+
     def mid_from_place(
-        self, index: int, resid: Float[Tensor, "pair unit d_model"], band: Band
+        self, index: int, new: Changed, band: Band
     ) -> Float[Tensor, "pair unit d_model"]:
         """The stream after the last attention where it is read, when `resid_pre` of a layer
         differs at `at`.
@@ -94,23 +133,23 @@ class Spread:
         does it for many bands at once.
         """
         layer = self.layer(index)
-        mid = self._one_key(layer, resid, band)
+        mid = self._one_key(layer, new, band)
         if layer.is_last:
             return mid[:, :, 0]
-        out = layer.after(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
+        out = layer.after_(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
         return self.mid_from_rows(index + 1, out, band)
 
     def mid_from_rows(
         self, index: int, resid: Float[Tensor, "pair unit row d_model"], band: Band
     ) -> Float[Tensor, "pair unit d_model"]:
-        """The same when it differs anywhere in [start, end)."""
+        """The same when it differs anywhere in [start, end); `resid` is overwritten."""
         pairs, units = resid.shape[:2]
-        stream = resid.flatten(0, 1)
+        stream = resid.flatten(0, 1).contiguous()
         for layer in map(self.layer, range(index, len(self.layers) - 1)):
             q, k, v = layer.projected(stream, band.span)
             keys, values = self._with_prefix(layer, k, v, band, units)
-            mid = layer.mixed(layer.attend(q, keys, values)).add_(stream)
-            stream = layer.after(mid)
+            mid = layer.attended_(stream, layer.attend(q, keys, values))
+            stream = layer.after_(mid)
         out = self._read_row(self.layer(len(self.layers) - 1), stream, band, units)
         found: Tensor = out.unflatten(0, (pairs, units))
         return found
@@ -146,7 +185,7 @@ class Spread:
             keys, values = self._with_prefix(layer, k, v, band, units)
             allowed = None if later is None else ~later[:, None, None]
             z = layer.attend_where(q, keys, values, allowed)
-        return layer.mixed(z).add_(own)[:, 0]
+        return layer.attended_(own, z)[:, 0]
 
     def _unprojected(
         self,
@@ -190,8 +229,8 @@ class Spread:
         if band.start == 0:
             return k, v
         out = []
-        for kept, own in ((self.base.k, k), (self.base.v, v)):
-            whole = own.new_empty(len(own), band.end, *own.shape[2:])
+        for what, kept, own in (("keys", self.base.k, k), ("values", self.base.v, v)):
+            whole = layer.scratch.room(what, len(own), band.end, *own.shape[2:])
             prefix = band.of(kept[layer.index])[:, None, : band.start]
             whole.unflatten(0, (-1, units))[:, :, : band.start] = prefix
             whole[:, band.start :] = own
@@ -199,25 +238,19 @@ class Spread:
         return out[0], out[1]
 
     def _one_key(
-        self, layer: Layer, resid: Float[Tensor, "pair unit d_model"], band: Band
+        self, layer: Layer, new: Changed, band: Band
     ) -> Float[Tensor, "pair unit row d_model"]:
         """The stream after the layer's attention at `band.rows` when its input differs at `at`."""
-        pairs, units = resid.shape[:2]
+        pairs, units = new.resid.shape[:2]
         rows = band.rows(layer)
-        place = band.at.repeat_interleave(units)[:, None]
-        projected = layer.projected(resid.flatten(0, 1)[:, None], place)
-        q, k, v = (x[:, 0].unflatten(0, (pairs, units)) for x in projected)
-        z = self.new_key(layer, band, rows, k, v, after=1)
+        z = self.new_key(layer, band, rows, new.k, new.v, after=1).flatten(3, 4)
+        stream = band.at_rows(self.base.resid[layer.index], rows)[:, None].repeat(1, units, 1, 1)
         # Rows before the place keep their z, and are run along only where places differ.
-        attended = z.flatten(3, 4)
-        own = self._own_row(layer, q, k, v, band)
         here = (rows == band.at[:, None]).nonzero(as_tuple=True)
-        attended[here[0], :, here[1]] = own[here[0]]
-        out: Tensor = layer.mixed(attended.flatten(0, 1)).unflatten(0, (pairs, units))
-        changed = out[here[0], :, here[1]] + resid[here[0]]
-        out += band.at_rows(self.base.resid[layer.index], rows)[:, None]
-        out[here[0], :, here[1]] = changed
-        return out
+        z[here[0], :, here[1]] = new.z[here[0]]
+        stream[here[0], :, here[1]] = new.resid[here[0]]
+        mid: Tensor = layer.attended_(stream.flatten(0, 1), z.flatten(0, 1))
+        return mid.unflatten(0, (pairs, units))
 
     def new_key(
         self,
