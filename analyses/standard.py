@@ -2,14 +2,15 @@
 
 Audit of the identities; for a model with a task, patching of every head in both directions, of
 heads and stream by role, paths from head to head and to the answer, and direct logit attribution;
-then the head census, the induction study of a model that continues repeats, each head taken apart,
+then the head census, which heads continue repeats and which only seem to, each head taken apart,
 and what rests on the first token. The census says, before any effect is looked at, which heads are
-cut as a set and which circuit is set beside random ones.
+cut as a set and which circuit is set beside random ones. A section that the model is too small for
+is left out, and the first result says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -76,9 +77,7 @@ def standard_study(
     own = task is not None
     if task is None and (model.card or {}).get("task"):
         task = Task.for_model(model, n=n, seed=seed)
-    steps: list[tuple[str, Callable[[], Result | None]]] = [
-        ("audit", lambda: audit(model, seed=seed))
-    ]
+    steps: list[tuple[str, Callable[[], Result]]] = [("audit", lambda: audit(model, seed=seed))]
     if task is not None:
         steps += [(_PATCHING, step) for step in _patching(model, task, seed)]
         steps.append(("decomposition", lambda: direct_writes(model, task, seed=seed)))
@@ -87,7 +86,8 @@ def standard_study(
     steps.append(("sinks", lambda: sinks(model, seed=seed)))
     results: list[Result] = []
     left_out: list[str] = [] if task is not None else [_no_task(model)]
-    steps.append(("induction", lambda: _repeats(model, results, seed)))
+    # Of every model: what copies from a fixed distance has no pattern that the census would see.
+    steps.append(("induction", lambda: induction(model, seed=seed)))
     if task is not None:
         senders, receivers, why = _path_ends(model.config)
         left_out += why
@@ -98,8 +98,7 @@ def standard_study(
         steps.append(("circuit", lambda: _circuit(model, task, _census(results), seed)))
     for name, step in tqdm(steps, desc="standard study", disable=None if progress else True):
         try:
-            found = step()
-            results += [] if found is None else [found]
+            results.append(step())
         except (ShapeError, TaskError, TokenError) as error:
             if own and name == _PATCHING:
                 raise
@@ -189,18 +188,6 @@ def _circuit(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Resu
     return faithfulness(
         model, task, chosen, values="mean", n_random=n_random, seed=seed, progress=False
     )
-
-
-def _repeats(model: Decoder, results: Sequence[Result], seed: int) -> Result | None:
-    """The induction study, of models trained for it or with a head that has the pattern."""
-    task = (model.card or {}).get("task")
-    trained = isinstance(task, Mapping) and task.get("kind") == "induction"
-    seen = any(
-        (result.data["label"] == _INDUCTION).any()
-        for result in results
-        if isinstance(result, HeadsResult)
-    )
-    return induction(model, seed=seed) if trained or seen else None
 
 
 def _settled(results: Sequence[Result]) -> list[Result]:

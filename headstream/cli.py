@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 import headstream
-from headstream.console import complain
+from headstream.console import complain, warnings_as_notes
 from headstream.models.errors import HeadstreamError, StoreError
 from headstream.models.zoo.registry import path_of
 
@@ -145,9 +145,10 @@ def run(arguments: Sequence[str]) -> int:
 
     parsed: dict[str, Options] = {}
     try:
-        code = with_commands().main(
-            args=list(arguments), prog_name="headstream", standalone_mode=False, obj=parsed
-        )
+        with warnings_as_notes():
+            code = with_commands().main(
+                args=list(arguments), prog_name="headstream", standalone_mode=False, obj=parsed
+            )
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 import click
 
@@ -40,6 +42,38 @@ def complain(message: str, hint: str, kind: str, *, as_json: bool) -> None:
         click.echo(json.dumps(body, ensure_ascii=False))
     else:
         click.echo(f"headstream: {printable(message)}" + (f"; {hint}" if hint else ""), err=True)
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Show warnings to users as one line each on stderr, when the work is done.
+
+    By then no progress bar stands in the way; words that come twice are said once. Warnings to
+    programmers (deprecations and their like) are shown, or not, as Python does.
+    """
+    notes: dict[str, None] = {}
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def note(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if category is UserWarning:
+                notes[" ".join(str(message).split())] = None
+            else:
+                shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = note
+        try:
+            yield
+        finally:
+            for text in notes:
+                click.echo(f"headstream: warning: {printable(text)}", err=True)
 
 
 def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:

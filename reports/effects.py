@@ -83,7 +83,8 @@ def _map(item: Item, cells: Cells, limit: float, *, panels: int) -> list[Block]:
         height=drawing.height,
         width=drawing.width,
     )
-    return [Prose(formats.summary(item.result.summary())), figure, *_tables(item, cells)]
+    warned = [Prose(formats.sentence(str(text))) for text in item.details.get("warnings") or []]
+    return [Prose(formats.summary(item.result.summary())), *warned, figure, *_tables(item, cells)]
 
 
 def _alt(cells: Cells) -> str:

@@ -12,7 +12,7 @@ import click
 
 from headstream.cli import Model, Options, Output, cli, common
 from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
-from headstream.console import answer
+from headstream.console import answer, printable
 
 if TYPE_CHECKING:
     from headstream.analyses.result import Result
@@ -61,9 +61,9 @@ def report(
 ) -> int:
     """Study TARGET and write one self-contained HTML file.
 
-    A TARGET that is a model (a zoo name or a folder) gets the standard study: audit, patching on
-    the task it was trained for, head census, direct writes. A saved result (a .json file, or a
-    folder of them) is rendered as it is, without the model.
+    A TARGET that is a model (a zoo name or a folder) gets the standard study: audit, patching and
+    paths on the task that its card names, head census, induction, circuits, sinks, direct writes. A
+    saved result (a .json file, or a folder of them) is rendered as it is, without the model.
     """
     if output == "-" and options.as_json:
         raise click.UsageError("-o - and --json both claim stdout; give one of them")
@@ -98,10 +98,27 @@ def report(
         "findings": [result.summary() for result in found],
         "failed": failed,
     }
-    lines = [result.summary() for result in found if result.kind == "patching"][:1]
-    lines.append(f"{path}  {len(body):,} bytes  sha256 {digest}")
+    lines = [*_findings(found), f"{path}  {len(body):,} bytes  sha256 {digest}"]
     answer(value, "\n".join(lines), as_json=options.as_json)
     return int(failed)
+
+
+def _findings(found: list[Result]) -> list[str]:
+    """What the head of the page says, model by model, in signs that every terminal has."""
+    from headstream.reports.headline import headline
+    from headstream.reports.study import Study
+
+    models: dict[tuple[str, str], list[Result]] = {}
+    for result in found:
+        origin = result.provenance
+        models.setdefault((origin.model, origin.weights_sha256), []).append(result)
+    lines = []
+    for (name, _), results in models.items():
+        said = headline(Study.of(name, results))
+        before = f"{name}: " if len(models) > 1 else ""
+        lines += [before + sentence for sentence in (*said.alarms, *said.finding)]
+    plain = str.maketrans({"\N{MINUS SIGN}": "-", "\N{NO-BREAK SPACE}": " ", "→": "->"})
+    return [printable(line.translate(plain)) for line in lines]
 
 
 def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list[Result]:

@@ -75,7 +75,11 @@ def whole_span(name: str, span: Any) -> tuple[int, int]:
 
 
 def _is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def repeated_blocks(

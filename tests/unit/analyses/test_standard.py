@@ -65,6 +65,7 @@ def test_what_the_models_own_task_cannot_do_is_left_out_once(
         "audit",
         "decomposition",
         "heads",
+        "induction",
         "circuits",
         "sinks",
     ]
@@ -91,7 +92,7 @@ def test_paths_lead_from_head_to_head_and_the_census_names_the_sets(
     monkeypatch.setattr(standard, "heads", lambda model, seed: census(labels))
     results = standard_study(toy(n_layers=2), task=pairs(), progress=False)
     order = ["paths", "redundant_set", "faithfulness"]
-    order += ["decomposition", "heads", "circuits", "sinks"]
+    order += ["decomposition", "heads", "induction", "circuits", "sinks"]
     kinds = [result.kind for result in results if result.kind in order]
     assert kinds == order, "in the order of the page"
     found = {result.kind: result for result in results}
@@ -148,3 +149,58 @@ def test_one_layer_has_no_path_from_head_to_head() -> None:
         "paths: heads of a single layer hand nothing to each other"
         in (results[0].details["left_out"])
     )
+
+
+def test_every_model_that_can_repeat_is_asked_which_heads_continue_repeats() -> None:
+    for card in (None, {"purpose": "own"}):
+        results = standard_study(toy(card), progress=False)
+        (found,) = [result for result in results if result.kind == "induction"]
+        assert found.details["joint"] is None, "no head follows content: nothing is cut"
+
+
+def test_a_fixed_distance_in_a_model_without_a_card_is_found() -> None:
+    """One head that looks nine tokens back and copies what stands there."""
+    n_content, n_ctx = 24, 40
+    width = n_content + n_ctx + n_content
+    model = Decoder(
+        DecoderConfig(
+            n_layers=1,
+            n_heads=2,
+            d_model=width,
+            d_head=n_ctx,
+            d_vocab=n_content,
+            n_ctx=n_ctx,
+            positions="learned",
+            norm="none",
+            attn_scale=1.0,
+        )
+    )
+    place, written = slice(n_content, n_content + n_ctx), slice(n_content + n_ctx, width)
+    one_hot = torch.eye(n_content)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed.W_E[:, :n_content] = one_hot
+        model.pos_embed.W_pos[:, place] = torch.eye(n_ctx)
+        attn = model.blocks[0].attn
+        attn.W_Q[0, place] = 30 * torch.eye(n_ctx).roll(-9, 1).tril()
+        attn.W_K[0, place] = torch.eye(n_ctx)
+        attn.W_V[0, :n_content, :n_content] = one_hot
+        attn.W_O[0, :n_content, written] = 10 * one_hot
+        model.unembed.W_U[written] = one_hot
+    results = standard_study(model, progress=False)
+    said = [claim for result in results for claim in result.claims if "L0H0" in claim.statement]
+    (claim,) = [claim for claim in said if "fixed distance" in claim.statement]
+    assert claim.statement.startswith("L0H0 copies from a fixed distance of 10 tokens")
+    (census,) = [result for result in results if result.kind == "heads"]
+    assert not [claim for claim in census.claims if "L0H0" in claim.id], "said once"
+
+
+def test_a_model_that_no_repeat_fits_says_so_on_the_page() -> None:
+    sizes = dict(n_layers=1, n_heads=2, d_model=8, d_head=4, d_vocab=3, n_ctx=16)
+    results = standard_study(Decoder(DecoderConfig(**sizes)), progress=False)  # type: ignore[arg-type]
+    assert "induction" not in [result.kind for result in results]
+    (why,) = [why for why in results[0].details["left_out"] if why.startswith("induction: ")]
+    assert "3 content tokens are too few for a repeat" in why
+    bullets = limits(Study.of("toy", results), []).blocks[0].items
+    assert any("nduction: 3 content tokens" in text for lead, text in bullets)
