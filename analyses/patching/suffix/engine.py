@@ -25,10 +25,11 @@ from torch import Tensor
 from headstream.analyses.patching.measured import measure
 from headstream.analyses.patching.site_sets import SetGrid
 from headstream.analyses.patching.sites import Grid, Site
+from headstream.analyses.patching.suffix.band import Band
 from headstream.analyses.patching.suffix.entry import STAYS, enter_key_or_value, enter_rows, entered
 from headstream.analyses.patching.suffix.layers import layers_of
 from headstream.analyses.patching.suffix.sets import run_set
-from headstream.analyses.patching.suffix.spread import Band, Spread
+from headstream.analyses.patching.suffix.spread import Spread
 from headstream.analyses.patching.suffix.state import (
     positions_of,
     record_base,

@@ -12,8 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstream.analyses.patching.sites import Site
+from headstream.analyses.patching.suffix.band import Band
 from headstream.analyses.patching.suffix.layers import Layer
-from headstream.analyses.patching.suffix.spread import Band, Spread
+from headstream.analyses.patching.suffix.one_key import new_key
+from headstream.analyses.patching.suffix.spread import Spread
 from headstream.models.attend_naive import widen
 
 # Sites whose change stays at its position until the next layer.
@@ -177,7 +179,7 @@ def _new_key_of_units(
     key = band.at_place(spread.base.k[layer.index]).clone()
     key[:, units] = new
     value = band.at_place(spread.base.v[layer.index])
-    z = spread.new_key(layer, band, rows, key[:, None], value[:, None], after=0)
+    z = new_key(spread.base, layer, band, rows, key[:, None], value[:, None], after=0)
     return z[:, 0][:, :, units]
 
 

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstream.analyses.patching.sites import Cell, Edit
+from headstream.analyses.patching.suffix.band import Band
 from headstream.analyses.patching.suffix.layers import Layer
-from headstream.analyses.patching.suffix.spread import Band, Spread
+from headstream.analyses.patching.suffix.spread import Spread
 from headstream.analyses.patching.suffix.state import positions_of, unembedded
 from headstream.analyses.patching.suffix.values import Values
 from headstream.analyses.patching.task import Task

@@ -11,7 +11,7 @@ import torch
 
 from headstream.analyses.patching.engines import open_sweep
 from headstream.analyses.patching.site_sets import At
-from headstream.analyses.patching.suffix import spread as suffix_spread
+from headstream.analyses.patching.suffix import one_key
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
@@ -60,7 +60,7 @@ def test_a_sink_is_taken_out_without_loss(monkeypatch: pytest.MonkeyPatch, site:
     # float32 at unit scale.
     np.testing.assert_allclose(swept(model, plan), expected, rtol=0, atol=1e-5)
     if site == "resid_pre":
-        monkeypatch.setattr(suffix_spread, "HEAVY", 2.0)
+        monkeypatch.setattr(one_key, "HEAVY", 2.0)
         worse = np.abs(swept(model, plan) - expected)
         assert not worse.max() <= 1e-5
 
