@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.result import Provenance
+from headstream.models.zoo.card_words import Part, card_parts
 from headstream.reports import formats
 from headstream.reports.blocks import (
     Block,
@@ -157,20 +159,28 @@ def _origin_blocks(origin: Provenance) -> list[Block]:
         Term("Weights SHA-256", origin.weights_sha256, code=True),
         Term("Shape", _shape(origin.config)),
     ]
+    card = card_parts(origin.card)
     terms += [
-        Term(_words(key), cut(_flat(origin.card[key]), _LONGEST))
-        for key in _STORY
-        if origin.card.get(key)
+        Term(part.word.capitalize(), cut(_story(part), _LONGEST))
+        for word in _STORY
+        for part in card
+        if part.word == word
     ]
     blocks: list[Block] = [Terms(tuple(terms))]
-    card = [Term(_words(key), _flat(value)) for key, value in origin.card.items()]
     if card:
-        blocks.append(Fold("The model's card", (Terms(tuple(card)),)))
+        whole = tuple(Term(part.word.capitalize(), cut(part.line, 4 * _LONGEST)) for part in card)
+        blocks.append(Fold("The model's card", (Terms(whole),)))
     config = tuple(Term(key, _flat(value), code=True) for key, value in origin.config.items())
     blocks.append(Fold("Full configuration", (Terms(config),)))
     versions = tuple(Term(name, text, code=True) for name, text in origin.versions.items())
     blocks.append(Fold("Versions", (Terms(versions),)))
     return blocks
+
+
+def _story(part: Part) -> str:
+    """A part in one line, without how a loss goes with this and that."""
+    rows = tuple(row for row in part.rows if not row[0].startswith("by "))
+    return replace(part, rows=rows).line
 
 
 def _shape(config: Mapping[str, Any]) -> str:
@@ -232,10 +242,6 @@ def _command(origin: Provenance) -> str:
         return origin.command
     seed = f" --seed {origin.seed}" if origin.seed is not None else ""
     return f"headstream report {shlex.quote(origin.model)}{seed} -o report.html"
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ").capitalize()
 
 
 def _flat(value: Any) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from headstream.cli import Model, Options, cli, common
-from headstream.commands.shared import in_words
-from headstream.console import answer, table
+from headstream.console import answer, printable, table
 from headstream.models.errors import StoreError
+from headstream.models.zoo.card_words import Part, card_parts, reached
 from headstream.models.zoo.registry import list_models, path_of
 
 
@@ -22,9 +23,10 @@ def models(options: Options, name: str | None) -> None:
     """List the shipped models, or show the card of one."""
     if name is None:
         cards = list_models()
-        rows = [[card.name, str(card.card["purpose"])] for card in cards]
+        rows = [[card.name, *reached(card.card), str(card.card["purpose"])] for card in cards]
         value = [{"name": card.name, "sha256": card.weights_sha256, **card.card} for card in cards]
-        answer(value, table(["name", "what it is for"], rows), as_json=options.as_json)
+        header = ["name", "loss (nats)", "best possible", "what it is for"]
+        answer(value, table(header, rows), as_json=options.as_json)
         return
     folder = Path(name) if (Path(name) / "config.json").is_file() else path_of(name)
     try:
@@ -35,5 +37,21 @@ def models(options: Options, name: str | None) -> None:
         raise StoreError(
             f"'{folder / 'card.json'}' must hold a JSON object, got {type(card).__name__}"
         )
-    lines = [f"{key}: {in_words(value)}" for key, value in card.items()]
-    answer(card, "\n".join(lines), as_json=options.as_json)
+    answer(card, "\n".join(_lines(card_parts(card))), as_json=options.as_json)
+
+
+def _lines(parts: Sequence[Part]) -> list[str]:
+    """One line a part that is one thing; the rows of others below it, indented and aligned."""
+    single = max((len(part.word) for part in parts if part.text), default=0)
+    lines = []
+    for part in parts:
+        if part.text:
+            lines.append(printable(f"{part.word.ljust(single)}  {part.text}"))
+            continue
+        width = max((len(name) for name, _ in part.rows), default=0)
+        lines.append(printable(part.word))
+        if part.table:
+            header, *rows = ([cell or "-" for cell in row] for row in part.table)
+            lines += [f"  {line}" for line in table(header, rows).splitlines()]
+        lines += [printable(f"  {name.ljust(width)}  {text}") for name, text in part.rows]
+    return lines

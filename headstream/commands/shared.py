@@ -85,11 +85,3 @@ def number(value: Any) -> str:
     """Three decimals, or a dash for a value that is not applicable."""
     given = float(value)
     return "-" if given != given else f"{given:.3f}"
-
-
-def in_words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {in_words(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return " ".join(str(item) for item in value)
-    return str(value)

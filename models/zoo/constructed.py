@@ -19,6 +19,8 @@ The target's score lies 30 above the rest, so its attention is 1 up to 64 e^-30,
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from headstream.models.config import DecoderConfig
@@ -88,12 +90,20 @@ def constructed_induction() -> Decoder:
         "name": model.name,
         "purpose": "ground truth: an induction circuit written by hand, idle heads beside it",
         "task": {"kind": "induction", "length": 32, "n_content": N_CONTENT},
+        "loss": {
+            # One logit stands above all others, which are equal.
+            "on_answers": round(math.log1p((d_vocab - 1) * math.exp(-COPIED_LOGIT)), 5),
+            "best_possible_on_answers": 0.0,
+            "what": "answers of the task's prompts, over the whole vocabulary",
+            "unit": "nats",
+        },
         "circuit": {
             "previous-token": ["L0H1"],
             "induction": ["L1H2"],
             "idle": ["L0H0", "L0H2", "L0H3", "L1H0", "L1H1", "L1H3"],
             "through": "L1H2 reads what L0H1 writes through its keys, and nothing else",
         },
+        "vocabulary": f"<bos> and {N_CONTENT} tokens without meaning",
         "recipe": "weights by hand: headstream.models.zoo.constructed.constructed_induction",
         "norm": "none",
         "positions": "learned, one-hot",

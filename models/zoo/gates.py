@@ -25,6 +25,7 @@ Source:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -115,10 +116,18 @@ def _gate(kind: str, purpose: str) -> Decoder:
 
 def _card(name: str, kind: str, purpose: str) -> dict[str, Any]:
     holds = "both bits are" if kind == "and" else "either bit is"
+    # Beside the bit that holds: `?` at half its logit, all others at 0.
+    others = math.exp(-HELD_LOGIT / 2) + (MIXED - 1 + N_FILLERS) * math.exp(-HELD_LOGIT)
     return {
         "name": name,
         "purpose": purpose,
         "task": {"kind": "gate", "gate": kind, "length": 12, "n_fillers": N_FILLERS},
+        "loss": {
+            "on_answers": round(math.log1p(others), 5),
+            "best_possible_on_answers": 0.0,
+            "what": "answers of the task's prompts, over the whole vocabulary",
+            "unit": "nats",
+        },
         "circuit": {
             "first bit": ["L0H0"],
             "second bit": ["L0H2"],
@@ -126,6 +135,10 @@ def _card(name: str, kind: str, purpose: str) -> dict[str, Any]:
             "idle": ["L0H1", "L0H3"],
             "through": f"the MLP raises `0` where {holds} 0, and `1` where {holds} 1",
         },
+        "vocabulary": (
+            f"<bos>, the bits a0 a1 b0 b1, the question =, the answers 0 1 ?, and {N_FILLERS} "
+            "fillers w.. without meaning"
+        ),
         "recipe": f"weights by hand: headstream.models.zoo.gates.constructed_{kind}",
         "norm": "none",
         "positions": "none",

@@ -33,7 +33,13 @@ def folder(tmp_path: Path) -> Path:
 def test_models_lists_the_zoo(capsys: Captured) -> None:
     assert run(["models"]) == 0
     out = capsys.readouterr().out
-    assert "constructed-induction" in out
+    header, *rows = out.splitlines()
+    assert header.split("  ")[0] == "name"
+    assert "best possible" in header
+    start = header.index("what it is for")
+    assert all(row[start - 1] == " " and row[start] != " " for row in rows), "aligned"
+    gate = next(row for row in rows if row.startswith("constructed-and"))
+    assert gate.split()[1:3] == ["0.00775", "0"]
     assert run(["models", "--json"]) == 0
     names = [model["name"] for model in json.loads(capsys.readouterr().out)]
     assert {"constructed-induction", "induction-2l"} <= set(names)
@@ -41,7 +47,13 @@ def test_models_lists_the_zoo(capsys: Captured) -> None:
 
 def test_models_shows_a_card(capsys: Captured) -> None:
     assert run(["models", "constructed-induction"]) == 0
-    assert "circuit: previous-token L0H1, induction L1H2" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("circuit")
+    assert lines[at + 1].split() == ["previous-token", "L0H1"]
+    assert lines[at + 2].split() == ["induction", "L1H2"]
+    assert lines[at + 1].index("L0H1") == lines[at + 2].index("L1H2"), "aligned"
+    assert "  on answers  0.00145 nats, best possible 0" in lines
+    assert not [line for line in lines if set("{}[]") & set(line)]
     assert run(["models", "constructed-induction", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["circuit"]["induction"] == ["L1H2"]
 
