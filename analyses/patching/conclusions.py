@@ -6,7 +6,7 @@ is UNKNOWN and says which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,14 +58,6 @@ def claims_of(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]
     pairs would settle nothing that matters about a smaller one.
     Sites stand in signed order, from most towards the other run to most against it.
     """
-    cells = ranked_cells(data)
-    least = least_notable(data, details)
-    tested = [
-        cell
-        for cell in cells
-        if not cell.causal and abs(cell.mean) >= least and not _only_rounding(cell)
-    ]
-    notable = sorted(tested, key=lambda cell: -abs(cell.mean))[:NOTABLE]
     held = proven(
         f"self_patch.{details['site']}",
         f"patching a run with its own {details['site']} changes nothing",
@@ -73,18 +65,47 @@ def claims_of(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]
         bound=details["self_patch_bound"],
         reason=f"largest |effect| in {details['metric']['unit']} over the whole grid",
     )
-    return (
-        held,
-        *(_claim(cell, details) for cell in cells if cell.causal or cell in notable),
-    )
+    cells = named_cells(ranked_cells(data), data, details)
+    return (held, *(_claim(cell, details) for cell in cells))
 
 
-def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
+def named_cells(cells: Sequence[Cell], data: xr.Dataset, details: Mapping[str, Any]) -> list[Cell]:
+    """Those that a claim is made about, in the order given: CAUSAL ones, the largest few others."""
+    least = least_notable(data, details)
+    tested = [
+        cell
+        for cell in cells
+        if not cell.causal and abs(cell.mean) >= least and not _only_rounding(cell)
+    ]
+    notable = sorted(tested, key=lambda cell: -abs(cell.mean))[:NOTABLE]
+    return [cell for cell in cells if cell.causal or cell in notable]
+
+
+def share_of(cell: Cell, details: Mapping[str, Any]) -> float | None:
+    """The share of the gap that a cell moved; None where it is refused or has no number."""
     refused = details["normalized_refused"] is not None or not np.isfinite(cell.normalized)
-    unit = details["metric"]["unit"]
-    value, ends = (
-        (cell.mean, cell.interval) if refused else (cell.normalized, cell.normalized_interval)
-    )
+    return None if refused else cell.normalized
+
+
+def claim_of(
+    cell: Cell,
+    details: Mapping[str, Any],
+    *,
+    id: str,
+    statement: str,
+    family: str,
+    foreign: str,
+    beside: str = "",
+    beside_failed: str = "",
+) -> Claim:
+    """The claim about one cell: CAUSAL by the one rule, or UNKNOWN and which condition failed.
+
+    Args:
+        family, foreign: what the test is over, and what an unrelated prompt gave, in words.
+        beside, beside_failed: what else the reason says, with the label and without it.
+    """
+    share, unit = share_of(cell, details), details["metric"]["unit"]
+    value, ends = (cell.mean, cell.interval) if share is None else (share, cell.normalized_interval)
     failed = failed_conditions(
         mean=cell.mean,
         p_value=cell.p_value,
@@ -93,27 +114,39 @@ def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
         unit=unit,
         self_patch_held=_self_patch_held(details),
     )
-    against = second_effect(details, cell.mean, cell.second)
     if failed:
-        if not opposed(details, cell.mean, cell.second):
-            against = ""  # what failed is reason enough
-        reason = "; ".join(filter(None, [*failed, against]))
+        reason = "; ".join(filter(None, [*failed, beside_failed]))
     else:
         reason = (
-            f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} sites); "
-            f"{cell.mean:+.2f} {unit}, with an unrelated prompt's values {cell.unrelated:+.2f}"
-            + (f"; {against}" if against else "")
+            f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} {family}); "
+            f"{cell.mean:+.2f} {unit}, with an unrelated prompt's {foreign} {cell.unrelated:+.2f}"
+            + (f"; {beside}" if beside else "")
         )
     return Claim(
-        f"{details['site']}.{cell.label}",
-        sentence(details, cell.label, None if refused else cell.normalized),
+        id,
+        statement,
         Evidence.UNKNOWN if failed else Evidence.CAUSAL,
         value=value,
-        unit=unit if refused else "of the gap",
+        unit=unit if share is None else "of the gap",
         interval=ends if np.isfinite(ends).all() else None,
         n=cell.n,
         reason=reason,
         where="patching",
+    )
+
+
+def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
+    second = second_effect(details, cell.mean, cell.second)
+    return claim_of(
+        cell,
+        details,
+        id=f"{details['site']}.{cell.label}",
+        statement=sentence(details, cell.label, share_of(cell, details)),
+        family="sites",
+        foreign="values",
+        beside=second,
+        # Without the label what failed is reason enough, unless it says the opposite.
+        beside_failed=second if opposed(details, cell.mean, cell.second) else "",
     )
 
 

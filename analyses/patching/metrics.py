@@ -49,6 +49,15 @@ class Metric:
     needs_wrong: bool
     compute: Compute
 
+    def as_values(self) -> dict[str, str]:
+        """What a result says of it."""
+        return {
+            "name": self.name,
+            "formula": self.formula,
+            "unit": self.unit,
+            "noun": self.noun,
+        }
+
 
 @dataclass(frozen=True)
 class GivenFunction:

@@ -4,7 +4,7 @@
 2. sweep the grid: the site's values from the pair (or zero, mean, resampled) into the other run
 3. sweep it twice more as controls: with a run's own values, with an unrelated pair's
    (the work of all three in fixed blocks, `sweep_plan`; `sweep` has an engine run them)
-4. infer (`inference`), label (`conclusions`), and hand back a `PatchingResult`
+4. infer and label (`findings`), and hand back a `PatchingResult`
 """
 
 from __future__ import annotations
@@ -12,34 +12,21 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal, get_args
 
-import numpy as np
-import torch
-
 from headstream.analyses.patching import inference
-from headstream.analyses.patching.conclusions import (
-    causal_cells,
-    claims_of,
-    random_sites_95,
-    warnings_of,
-)
+from headstream.analyses.patching.checks import check_gap, check_task
+from headstream.analyses.patching.conclusions import claims_of
 from headstream.analyses.patching.engines import Engine
-from headstream.analyses.patching.labelled import describe_gap, labelled
-from headstream.analyses.patching.metrics import Metric
+from headstream.analyses.patching.findings import findings, moves_nothing
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.rows import check_option, check_seed
 from headstream.analyses.patching.sweep_plan import SweepPlan
 from headstream.analyses.patching.sweeps.sweep import run_sweep
-from headstream.analyses.patching.task import Task, pairs_as_values
+from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
-from headstream.models.errors import TaskError
-from headstream.models.vocabulary import check_tokens
 
 Direction = Literal["denoise", "noise"]
 Values = Literal["pair", "zero", "mean", "resample"]
-
-# Batched products round differently; the bound on the self-patch where it need not be bitwise.
-SELF_PATCH = 1e-4
 
 
 def patch(
@@ -156,14 +143,8 @@ def planned(
     check_option("values", values, get_args(Values))
     check_option("engine", engine, get_args(Engine))
     check_seed(seed)
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"task must be a Task, got {type(task).__name__}",
-            hint="build one with Task(clean, corrupted, answer, wrong), or Task.for_model(model)",
-        )
-    _check_fits(model, task)
     return SweepPlan(
-        task,
+        check_task(model, task),
         site,
         direction=direction,
         values=values,
@@ -185,125 +166,41 @@ def _patch(
     resume: Any,
     progress: bool,
 ) -> PatchingResult:
-    task, seed, backend = plan.task, plan.seed, plan.backend
-    grid, n = plan.grid(model.config), len(task)
-
-    eps = torch.finfo(model.dtype).eps
-    sweep = run_sweep(
+    grid = plan.grid(model.config)
+    swept = run_sweep(
         model,
         plan,
         engine,
         executor=executor,
         resume=resume,
         progress=progress,
-        check=lambda base: _check_gap(task, base["clean"][0], base["corrupted"][0], eps),
+        check=lambda base: check_gap(plan.task, base, model.dtype),
     )
-    clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
-    rounding = _rounding(clean, corrupted, eps)
-    swept = {kind: found.reshape(-1, *grid.shape, n) for kind, found in sweep.passes.items()}
-    found, own = swept["effects"], swept["self"][0]
-    # Resampled values are the unrelated pair's.
-    unrelated = swept.get("unrelated", found)[0]
-    self_patch = float(np.nanmax(np.abs(own)))
-    # No effect is smaller than what the engine's own rounding makes of no change.
-    rounding = max(rounding, self_patch)
-
-    gap = clean - corrupted
-    gap_details, refused = describe_gap(gap, task.metric.unit, seed=seed)
-    exact = engine == "hooks" and (backend or model.backend) == "naive"
-    flips = inference.sign_flips(found[0], n_flips=n_flips, seed=seed, floor=rounding)
-    details: dict[str, Any] = {
-        "site": grid.name,
-        "positions": grid.positions,
-        "direction": plan.direction,
-        "values": plan.values,
-        "engine": engine,
-        "metric": _described(task.metric),
-        "second_metric": _described(plan.metrics[1]),
-        "family": int(flips.family.sum()),
-        "flips": flips.flips,
-        "flips_exact": flips.exact,
-        "alpha": inference.ALPHA,
-        "self_patch_max": self_patch,
-        "self_patch_bound": 0.0 if exact else SELF_PATCH * float(np.abs(gap).mean()),
-        "random_site_95": None,
-        "gap": gap_details,
-        "normalized_refused": refused,
-        "sign_rule": "effects keep their sign; sites stand from most towards the other run "
-        "to most against it",
-        "prompts": pairs_as_values(task, model),
-        "warnings": [],
-    }
-    sign = 1.0 if plan.direction == "denoise" else -1.0
-    data = labelled(
+    data, details = findings(
+        model,
+        plan,
+        engine,
+        swept,
         grid.coords,
-        found[0],
-        second=found[1],
-        unrelated=unrelated,
-        clean=clean,
-        corrupted=corrupted,
-        flips=flips,
-        sign=sign,
-        refused=refused is not None,
-        seed=seed,
+        n_flips=n_flips,
+        about={
+            "site": grid.name,
+            "positions": grid.positions,
+            "values": plan.values,
+            "noun": "sites",
+        },
     )
-    data["causal"] = causal_cells(data, details)
-    details["random_site_95"] = random_sites_95(data)
-    details["warnings"] = warnings_of(data, details)
-    if not np.any(np.abs(np.nan_to_num(found[0])) > rounding * bool(self_patch)):
+    if moves_nothing(swept, model):
         warnings.warn(
             f"patch of {grid.name}: every effect is exactly zero; nothing that was patched "
             "reaches the answer",
             stacklevel=3,
         )
+    how = "denoising" if plan.direction == "denoise" else "noising"
     return PatchingResult(
-        title=f"Causal patching of {grid.name}, {'denoising' if sign > 0 else 'noising'}",
+        title=f"Causal patching of {grid.name}, {how}",
         data=data,
-        provenance=Provenance.of(model, seed=seed, backend=backend),
+        provenance=Provenance.of(model, seed=plan.seed, backend=plan.backend),
         claims=claims_of(data, details),
         details=details,
     )
-
-
-def _described(metric: Metric) -> dict[str, str]:
-    return {
-        "name": metric.name,
-        "formula": metric.formula,
-        "unit": metric.unit,
-        "noun": metric.noun,
-    }
-
-
-def _check_fits(model: Decoder, task: Task) -> None:
-    d_vocab = model.config.d_vocab
-    check_tokens(task.clean, d_vocab, argument="clean")
-    check_tokens(task.corrupted, d_vocab, argument="corrupted")
-    for name, tokens in (("answer", task.answer), ("wrong", task.wrong)):
-        if tokens is not None:
-            check_tokens(tokens, d_vocab, argument=name)
-    same = (task.clean == task.corrupted) | (
-        torch.zeros_like(task.clean, dtype=torch.bool)
-        if task.attention_mask is None
-        else ~task.attention_mask
-    )
-    identical = same.all(1)
-    if bool(identical.any()):
-        pair = int(identical.nonzero()[0])
-        raise TaskError(
-            f"corrupted is the clean prompt itself in pair {pair}: nothing to patch",
-            hint="change what the answer depends on, or leave the pair out",
-        )
-
-
-def _rounding(clean: np.ndarray, corrupted: np.ndarray, eps: float) -> float:
-    """What a difference of the two runs' metrics is uncertain by."""
-    return 4 * eps * float(np.abs([clean, corrupted]).max())
-
-
-def _check_gap(task: Task, clean: np.ndarray, corrupted: np.ndarray, eps: float) -> None:
-    if float(np.abs(clean - corrupted).max()) <= _rounding(clean, corrupted, eps):
-        raise TaskError(
-            f"clean and corrupted give the same {task.metric.name} in every pair "
-            f"(mean {clean.mean():.4g}): there is no gap to patch",
-            hint="corrupt what the answer depends on, or read another answer_pos",
-        )

@@ -18,7 +18,7 @@ Read, printed and rendered without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -248,25 +248,29 @@ class Cell:
         return f"{self.label} ({value})"
 
 
-def ranked_cells(data: xr.Dataset) -> list[Cell]:
+def ranked_cells(
+    data: xr.Dataset, label: Callable[[Mapping[str, Any]], str] | None = None
+) -> list[Cell]:
     """Every cell that was patched in some prompt, from most towards the other run to most against.
 
     By `normalized` where there is one, else by the mean effect: signed, never by size.
+
+    Args:
+        label: what a cell of these coordinates is called; a site by default.
     """
+    named = site_label if label is None else label
     names = ["mean", "low", "high", "normalized", "normalized_low", "normalized_high"]
     dims = data["mean"].dims
     counts = np.isfinite(data["effects"].values).sum(axis=-1)
     cells = []
-    for index in np.ndindex(data["mean"].shape):
+    for index in zip(*np.isfinite(data["mean"].values).nonzero()):
         where = {str(dim): data[dim].values[i].item() for dim, i in zip(dims, index)}
         mean, low, high, share, share_low, share_high = (
             float(data[name].values[index]) for name in names
         )
-        if not np.isfinite(mean):
-            continue
         cells.append(
             Cell(
-                label=site_label(where),
+                label=named(where),
                 mean=mean,
                 interval=(low, high),
                 normalized=share,

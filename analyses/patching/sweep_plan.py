@@ -144,13 +144,18 @@ def blocks(plan: SweepPlan, config: DecoderConfig, *, controls: bool = True) -> 
     if controls:
         kinds += ["self"] if plan.values == "resample" else ["self", "unrelated"]
     grid = plan.grid(config)
-    n, length = plan.task.columns.shape
-    most = max(1, min(BLOCK_TOKENS // (n * length), BLOCK_LOGITS // (n * config.d_vocab)))
+    most = cells_a_block(plan.task, config)
     split = list(_of_sets(grid, most) if isinstance(grid, SetGrid) else _of_grid(grid, most))
     return tuple(
         Block(index, kind, *piece)
         for index, (kind, piece) in enumerate((kind, piece) for kind in kinds for piece in split)
     )
+
+
+def cells_a_block(task: Task, config: DecoderConfig) -> int:
+    """How many cells a block may hold, each taken for a run of all whole prompts."""
+    n, length = task.columns.shape
+    return max(1, min(BLOCK_TOKENS // (n * length), BLOCK_LOGITS // (n * config.d_vocab)))
 
 
 def _of_sets(grid: SetGrid, most: int) -> Iterator[tuple[Any, ...]]:

@@ -12,9 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from headstream.analyses.patching.paths.ends import ends_of
-from headstream.analyses.patching.paths.plan import HookedPaths, PathPlan
-from headstream.analyses.patching.paths.sweep import PathSweep
-from headstream.analyses.patching.places import places_of
+from headstream.analyses.patching.paths.engines import open_paths
+from headstream.analyses.patching.paths.plan import PathPlan, path_blocks
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
@@ -64,7 +63,7 @@ def tasks(draw: st.DrawFn) -> Task:
     direction=st.sampled_from(["denoise", "noise"]),
     pick=st.randoms(use_true_random=False),
 )
-@pytest.mark.parametrize("kind", ["effects", "unrelated", "self"])
+@pytest.mark.parametrize("kind", ["effects", "unrelated", "self", "total"])
 def test_fast_equals_hooked(
     kind: Any,
     fields: dict[str, Any],
@@ -89,10 +88,13 @@ def test_fast_equals_hooked(
             (every[1], pick.sample(range(20), 6), len(every[1]) - 1),
         )
     )
-    named, places = places_of(task, positions)
-    plan = PathPlan(task, senders, receivers, places, named, direction, freeze, 0, backend)
-    fast, slow = PathSweep(model, plan), HookedPaths(model, plan)
-    # float64; the sum of the stream rounds otherwise than the passes it stands for.
-    np.testing.assert_allclose(fast.run(kind), slow.run(kind), atol=1e-10)
+    plan = PathPlan(
+        task, senders, receivers, positions, direction, freeze_mlps=freeze, backend=backend
+    )
+    fast, slow = open_paths(model, plan, "suffix"), open_paths(model, plan, "hooks")
+    for block in path_blocks(plan, config):
+        if block.kind == kind:
+            # float64; the sum of the stream rounds otherwise than the passes it stands for.
+            np.testing.assert_allclose(fast.run(block), slow.run(block), atol=1e-10)
     for run in ("clean", "corrupted"):
         np.testing.assert_allclose(fast.base[run], slow.base[run], atol=1e-10)

@@ -4,7 +4,8 @@
 2. sweep all paths: the sender's other write reaches one receiver alone, everything between is held
 3. sweep them again as controls: with a run's own writes, with an unrelated pair's
 4. the total effect of every sender, through everything that follows it
-5. infer, label, and hand back a `PathResult`
+   (the work of all of them in fixed blocks, `plan`; `sweeps.sweep` has an engine run them)
+5. infer and label (`findings`), and hand back a `PathResult`
 """
 
 from __future__ import annotations
@@ -13,29 +14,19 @@ import warnings
 from typing import Any, get_args
 
 import numpy as np
-import torch
-from tqdm import tqdm
 
 from headstream.analyses.patching import inference
-from headstream.analyses.patching.conclusions import causal_cells, random_sites_95, warnings_of
-from headstream.analyses.patching.engines import Engine, open_sweep
-from headstream.analyses.patching.labelled import describe_gap, labelled
-from headstream.analyses.patching.patch import (
-    SELF_PATCH,
-    Direction,
-    _check_fits,
-    _check_gap,
-    _described,
-)
-from headstream.analyses.patching.paths.ends import End, ends_of
-from headstream.analyses.patching.paths.plan import HookedPaths, PathPlan, Paths
+from headstream.analyses.patching.checks import check_gap, check_task
+from headstream.analyses.patching.engines import Engine
+from headstream.analyses.patching.findings import findings, moves_nothing
+from headstream.analyses.patching.patch import Direction
+from headstream.analyses.patching.paths.ends import ends_of
+from headstream.analyses.patching.paths.plan import PathPlan
 from headstream.analyses.patching.paths.result import PathResult, path_claims
-from headstream.analyses.patching.paths.sweep import PathSweep
 from headstream.analyses.patching.places import places_of
 from headstream.analyses.patching.rows import check_option, check_seed
-from headstream.analyses.patching.site_sets import At
-from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
-from headstream.analyses.patching.task import Task, pairs_as_values
+from headstream.analyses.patching.sweeps.sweep import run_sweep
+from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
@@ -53,6 +44,8 @@ def path_patch(
     engine: str = "suffix",
     seed: Any = 0,
     n_flips: int = 5000,
+    executor: Any = None,
+    resume: Any = None,
     progress: bool = True,
     backend: str | None = None,
 ) -> PathResult:
@@ -79,6 +72,8 @@ def path_patch(
         engine: `suffix`, or `hooks`, the definition: two hooked forward passes a path.
         seed: in [0, 2**63), of sign flips and of which pairs are unrelated.
         n_flips: sign patterns; all of them if there are no more than this.
+        executor, resume: run the sweep's blocks elsewhere, and keep them in a folder from which the
+            same call goes on, as for `patch`; the numbers are the same to the bit.
         progress: show a bar on stderr, if that is a terminal.
         backend: of every run; None is the model's own.
     Returns:
@@ -88,7 +83,9 @@ def path_patch(
         TaskError: on an argument that does not fit; for a sender that writes after every receiver
             has read.
         TokenError, ShapeError: on tokens that do not fit the model.
-        HookError: with `engine="suffix"`, if hooks or edits are on the model.
+        HookError: with `engine="suffix"`, `executor` or `resume`, if hooks or edits are on the
+            model.
+        SweepError: if a worker dies, the disk is full, or `resume` belongs to another sweep.
     Source:
         Wang et al. 2022 (arXiv 2211.00593), which recomputes MLPs; Goldowsky-Dill et al. 2023
         (arXiv 2304.05969). Ours freezes MLPs unless told, as edge methods do, takes each channel of
@@ -101,106 +98,114 @@ def path_patch(
         >>> [round(float(share), 2) for share in found.normalized.squeeze()]
         [0.0, 1.0, 0.0]
     """
+    inference.check_flips(n_flips)
+    plan = planned_paths(
+        model,
+        task,
+        senders,
+        receivers,
+        freeze_mlps=freeze_mlps,
+        direction=direction,
+        positions=positions,
+        engine=engine,
+        seed=seed,
+        backend=backend,
+    )
+    return _path_patch(
+        model, plan, engine, n_flips, executor=executor, resume=resume, progress=progress
+    )
+
+
+def planned_paths(
+    model: Decoder,
+    task: Task | Any,
+    senders: Any = None,
+    receivers: Any = None,
+    *,
+    freeze_mlps: bool = True,
+    direction: str = "denoise",
+    positions: Any = "all",
+    engine: str = "suffix",
+    seed: Any = 0,
+    backend: str | None = None,
+) -> PathPlan:
+    """The sweep that a call of `path_patch` with these arguments runs.
+
+    Raises:
+        TaskError, TokenError: on an argument that does not fit.
+    """
     check_option("direction", direction, get_args(Direction))
     check_option("engine", engine, get_args(Engine))
-    inference.check_flips(n_flips)
     check_seed(seed)
     if not isinstance(freeze_mlps, bool):
         raise TaskError(f"freeze_mlps must be True or False, got {freeze_mlps!r}")
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"task must be a Task, got {type(task).__name__}",
-            hint="build one with Task(clean, corrupted, answer, wrong), or Task.for_model(model)",
-        )
-    _check_fits(model, task)
+    checked = check_task(model, task)
     sending, receiving = ends_of(model.config, senders, receivers)
-    named, places = places_of(task, positions)
-    plan = PathPlan(
-        task, sending, receiving, places, named, direction, freeze_mlps, int(seed), backend
+    places_of(checked, positions)
+    return PathPlan(
+        checked,
+        sending,
+        receiving,
+        positions=positions,
+        direction=direction,
+        freeze_mlps=freeze_mlps,
+        seed=int(seed),
+        backend=backend,
     )
-    return _path_patch(model, plan, engine, n_flips, progress)
 
 
 def _path_patch(
-    model: Decoder, plan: PathPlan, engine: str, n_flips: int, progress: bool
+    model: Decoder,
+    plan: PathPlan,
+    engine: str,
+    n_flips: int,
+    *,
+    executor: Any,
+    resume: Any,
+    progress: bool,
 ) -> PathResult:
-    task, seed = plan.task, plan.seed
-    count = len(plan.paths) * len(plan.places)
-    with tqdm(total=2 * count, desc="patch paths", disable=None if progress else True) as bar:
-        sweep: Paths
-        sweep = (
-            PathSweep(model, plan, bar.update) if engine == "suffix" else HookedPaths(model, plan)
-        )
-        clean, corrupted = sweep.base["clean"][0], sweep.base["corrupted"][0]
-        rounding = 4 * torch.finfo(model.dtype).eps * float(np.abs([clean, corrupted]).max())
-        _check_gap(task, clean, corrupted, rounding)
-        own = sweep.run("self")[0]
-        found, unrelated = sweep.run("effects"), sweep.run("unrelated")[0]
-    self_patch = float(np.nanmax(np.abs(own)))
-    rounding = max(rounding, self_patch)
-    gap = clean - corrupted
-    gap_details, refused = describe_gap(gap, task.metric.unit, seed=seed)
-    coords = _coords(plan)
-    shape = tuple(len(labels) for labels in coords.values())
-    effects, second, unrelated = (x.reshape(*shape, -1) for x in (*found, unrelated))
-    flips = inference.sign_flips(effects, n_flips=n_flips, seed=seed, floor=rounding)
-    exact = engine == "hooks" and (plan.backend or model.backend) == "naive"
-    details: dict[str, Any] = {
-        "site": "path",
-        "positions": plan.positions,
-        "direction": plan.direction,
-        "values": "pair",
-        "engine": engine,
-        "freeze_mlps": plan.freeze_mlps,
-        "metric": _described(task.metric),
-        "second_metric": _described(plan.metrics[1]),
-        "family": int(flips.family.sum()),
-        "flips": flips.flips,
-        "flips_exact": flips.exact,
-        "alpha": inference.ALPHA,
-        "self_patch_max": self_patch,
-        "self_patch_bound": 0.0 if exact else SELF_PATCH * float(np.abs(gap).mean()),
-        "random_site_95": None,
-        "gap": gap_details,
-        "normalized_refused": refused,
-        "sign_rule": "effects keep their sign; paths stand from most towards the other run to most "
-        "against it",
-        "prompts": pairs_as_values(task, model),
-        "warnings": [],
-    }
-    data = labelled(
-        coords,
-        effects,
-        second=second,
-        unrelated=unrelated,
-        clean=clean,
-        corrupted=corrupted,
-        flips=flips,
-        sign=1.0 if plan.direction == "denoise" else -1.0,
-        refused=refused is not None,
-        seed=seed,
+    swept = run_sweep(
+        model,
+        plan,
+        engine,
+        executor=executor,
+        resume=resume,
+        progress=progress,
+        check=lambda base: check_gap(plan.task, base, model.dtype),
     )
-    data["causal"] = causal_cells(data, details)
-    data = data.assign_coords(channel=("receiver", [end.kind for end in plan.receivers]))
-    details["random_site_95"] = random_sites_95(data)
-    details["warnings"] = warnings_of(data, details)
-    if not np.any(np.abs(np.nan_to_num(effects)) > rounding * bool(self_patch)):
+    coords = _coords(plan)
+    data, details = findings(
+        model,
+        plan,
+        engine,
+        swept,
+        coords,
+        n_flips=n_flips,
+        about={
+            "site": "path",
+            "positions": plan.kind_of_places,
+            "values": "pair",
+            "freeze_mlps": plan.freeze_mlps,
+            "noun": "paths",
+        },
+    )
+    if moves_nothing(swept, model):
         warnings.warn(
             "path_patch: every effect is exactly zero; nothing that the senders pass on reaches "
             "the answer",
             stacklevel=3,
         )
-    total = _total(model, plan, engine)
     ends = ("sender", *tuple(coords)[2:])
-    total = total.reshape(*(data.sizes[dim] for dim in ends), -1)
-    low, high = inference.mean_interval(total, seed=seed)
+    total = swept.passes["total"][0].reshape(*(data.sizes[dim] for dim in ends), -1)
+    low, high = inference.mean_interval(total, seed=plan.seed)
+    data = data.assign_coords(channel=("receiver", [end.kind for end in plan.receivers]))
     data["total_effects"] = ((*ends, "example"), total)
     data["total"] = (ends, inference.mean_over_prompts(total))
     data["total_low"], data["total_high"] = (ends, low), (ends, high)
     return PathResult(
         title=f"Path patching, {'denoising' if plan.direction == 'denoise' else 'noising'}",
         data=data,
-        provenance=Provenance.of(model, seed=seed, backend=plan.backend),
+        provenance=Provenance.of(model, seed=plan.seed, backend=plan.backend),
         claims=path_claims(data, details),
         details=details,
     )
@@ -212,38 +217,8 @@ def _coords(plan: PathPlan) -> dict[str, np.ndarray]:
         "receiver": np.array([end.label for end in plan.receivers], dtype=np.str_),
     }
     names = [place.name for place in plan.places]
-    if plan.positions == "roles":
+    if plan.kind_of_places == "roles":
         coords["role"] = np.array(names, dtype=np.str_)
-    elif plan.positions != "all":
+    elif plan.kind_of_places != "all":
         coords["pos"] = np.array(names, dtype=np.int64)
     return coords
-
-
-def _total(model: Decoder, plan: PathPlan, engine: str) -> np.ndarray:
-    """[sender, place, example]: what the sender's other write does through everything."""
-    sets = {
-        f"{sender.label} {place.name}": [_written(sender, place.name)]
-        for sender in plan.senders
-        for place in plan.places
-    }
-    swept = SweepPlan(
-        plan.task,
-        sets,
-        direction=plan.direction,
-        seed=plan.seed,
-        backend=plan.backend,
-        second=False,
-    )
-    opened = open_sweep(model, swept, engine)
-    work = blocks(swept, model.config, controls=False)
-    return np.concatenate([opened.run(block)[0] for block in work]).reshape(
-        len(plan.senders), len(plan.places), -1
-    )
-
-
-def _written(sender: End, place: Any) -> At:
-    if sender.kind == "embed":
-        # Positions are the same in both runs, so the stream differs by the embedding.
-        return At("resid_pre", 0, place=place)
-    site = "z" if sender.kind == "head" else "mlp_out"
-    return At(site, sender.layer, sender.head, place)

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headstream.analyses.patching.suffix.band import Band
 from headstream.analyses.patching.suffix.layers import Layer
-from headstream.analyses.patching.suffix.spread import Band, Spread
+from headstream.analyses.patching.suffix.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,11 @@ class Receiver:
 
     Attributes:
         kind, layer: as of `End`.
-        indices: among the receivers of the plan.
         units: their heads, or key/value heads; one 0 where there are none.
     """
 
     kind: str
     layer: int
-    indices: list[int]
     units: Int[Tensor, " unit"]
 
 

@@ -16,19 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import xarray as xr
 
-from headstream.analyses.evidence import Claim, Evidence, proven
-from headstream.analyses.patching.inference import MIN_PAIRS, failed_conditions
-from headstream.analyses.patching.result import Cell, PatchingResult, least_notable
+from headstream.analyses.evidence import Claim, proven
+from headstream.analyses.patching.conclusions import claim_of, named_cells, share_of
+from headstream.analyses.patching.result import Cell, PatchingResult, ranked_cells
 from headstream.analyses.patching.words import count, verb
 
 _NOUN = ("path", "paths")
 # Paths that the summary names before it says how many more there are.
 _NAMED = 6
-# Paths without the label that are still named, the largest effects first.
-_NOTABLE = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,31 +110,7 @@ def path_label(where: Mapping[str, Any]) -> str:
 
 def ranked_paths(data: xr.Dataset) -> list[Cell]:
     """Every path that was patched in some prompt, signed, most towards the other run first."""
-    names = ["mean", "low", "high", "normalized", "normalized_low", "normalized_high"]
-    dims = data["mean"].dims
-    counts = np.isfinite(data["effects"].values).sum(axis=-1)
-    cells = []
-    for index in zip(*np.isfinite(data["mean"].values).nonzero()):
-        where = {str(dim): data[dim].values[i].item() for dim, i in zip(dims, index)}
-        mean, low, high, share, share_low, share_high = (
-            float(data[name].values[index]) for name in names
-        )
-        cells.append(
-            Cell(
-                label=path_label(where),
-                mean=mean,
-                interval=(low, high),
-                normalized=share,
-                normalized_interval=(share_low, share_high),
-                p_value=float(data["p_value"].values[index]),
-                unrelated=float(data["unrelated"].values[index]),
-                causal=bool(data["causal"].values[index]),
-                n=int(counts[index]),
-            )
-        )
-    return sorted(
-        cells, key=lambda cell: -(cell.normalized if np.isfinite(cell.normalized) else cell.mean)
-    )
+    return ranked_cells(data, path_label)
 
 
 def path_claims(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ...]:
@@ -145,17 +118,6 @@ def path_claims(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ..
 
     A path without the label is named only if its effect is at least 5% of the gap.
     """
-    cells = ranked_paths(data)
-    least = least_notable(data, details)
-    tested = [
-        cell
-        for cell in cells
-        if not cell.causal
-        and abs(cell.mean) >= least
-        and cell.mean != 0
-        and not (cell.n >= MIN_PAIRS and not np.isfinite(cell.p_value))
-    ]
-    notable = sorted(tested, key=lambda cell: -abs(cell.mean))[:_NOTABLE]
     held = proven(
         "self_patch.path",
         "sending a run its own writes changes nothing",
@@ -163,41 +125,21 @@ def path_claims(data: xr.Dataset, details: Mapping[str, Any]) -> tuple[Claim, ..
         bound=details["self_patch_bound"],
         reason=f"largest |effect| in {details['metric']['unit']} over all receivers",
     )
-    return (held, *(_claim(cell, details) for cell in cells if cell.causal or cell in notable))
-
-
-def _claim(cell: Cell, details: Mapping[str, Any]) -> Claim:
-    refused = details["normalized_refused"] is not None or not np.isfinite(cell.normalized)
-    unit = details["metric"]["unit"]
-    value, ends = (
-        (cell.mean, cell.interval) if refused else (cell.normalized, cell.normalized_interval)
-    )
-    failed = failed_conditions(
-        mean=cell.mean,
-        p_value=cell.p_value,
-        unrelated=cell.unrelated,
-        n=cell.n,
-        unit=unit,
-        self_patch_held=details["self_patch_max"] <= details["self_patch_bound"],
-    )
-    held = "held" if details["freeze_mlps"] else "recomputed"
-    reason = (
-        "; ".join(failed)
-        if failed
-        else (
-            f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} paths); "
-            f"{cell.mean:+.2f} {unit}, with an unrelated prompt's write {cell.unrelated:+.2f}; "
-            f"MLPs between {held}"
-        )
-    )
-    return Claim(
-        f"path.{cell.label}",
-        f"the path {cell.label} {verb(details, None if refused else cell.normalized, many=False)}",
-        Evidence.UNKNOWN if failed else Evidence.CAUSAL,
-        value=value,
-        unit=unit if refused else "of the gap",
-        interval=ends if np.isfinite(ends).all() else None,
-        n=cell.n,
-        reason=reason,
-        where="patching",
+    cells = named_cells(ranked_paths(data), data, details)
+    between = f"MLPs between {'held' if details['freeze_mlps'] else 'recomputed'}"
+    return (
+        held,
+        *(
+            claim_of(
+                cell,
+                details,
+                id=f"path.{cell.label}",
+                statement=f"the path {cell.label} "
+                f"{verb(details, share_of(cell, details), many=False)}",
+                family="paths",
+                foreign="write",
+                beside=between,
+            )
+            for cell in cells
+        ),
     )

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headstream.analyses.patching.engines import open_sweep
-from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
+from headstream.analyses.patching.sweeps.plans import (
+    Plan,
+    forwards_of,
+    open_plan,
+    work_of,
+)
 from headstream.analyses.patching.sweeps.workers import one_number_of_threads
 from headstream.models.decoder import Decoder
 
@@ -23,10 +27,11 @@ class SweepCost:
     """What a sweep asks for.
 
     Attributes:
-        cells, passes, blocks: cells of the grid, passes over it (controls included), blocks of all.
+        cells, passes, blocks: cells of the effects, passes (controls included), blocks of all.
         forwards: forward passes of all pairs, if every cell of every pass were run whole.
         forward_seconds: one of them, measured.
-        block_seconds: a block, the mean of `tried` of them from the first layer to the last.
+        block_seconds: a block, by what the cells of `tried` of them took, from the first layer to
+            the last.
         seconds: of all blocks, one after another in one process.
         peak_bytes: memory of a process that ran the blocks tried, all that it holds; None where
             the system does not tell.
@@ -49,7 +54,7 @@ class SweepCost:
 
 
 def sweep_cost(
-    model: Decoder, plan: SweepPlan, engine: str = "suffix", *, threads: int | None = None
+    model: Decoder, plan: Plan, engine: str = "suffix", *, threads: int | None = None
 ) -> SweepCost:
     """Time one forward pass and a few blocks.
 
@@ -58,12 +63,10 @@ def sweep_cost(
     Raises:
         TaskError, TokenError, ShapeError, HookError: as the sweep itself would.
     """
-    work = blocks(plan, model.config)
-    passes = len({block.kind for block in work})
-    grid, task = plan.grid(model.config), plan.task
+    work, task = work_of(plan, model.config), plan.task
     of_effects = [block for block in work if block.kind == "effects"]
-    middle = of_effects[len(of_effects) // 2]
-    some = dict.fromkeys([middle, of_effects[0], of_effects[-1]])
+    # The middles of equal parts of the work, the middle one first.
+    some = dict.fromkeys(of_effects[len(of_effects) * part // 10] for part in (5, 1, 9, 3, 7))
     with one_number_of_threads(threads or torch.get_num_threads()), torch.no_grad():
         forward = min(
             _seconds(
@@ -78,27 +81,28 @@ def sweep_cost(
             )
             for _ in range(2)
         )
-        opened = open_sweep(model, plan, engine)
-        tried: list[float] = []
+        opened = open_plan(model, plan, engine)
+        tried: dict[int, float] = {}
         began = time.perf_counter()
         for block in some:
             took = _seconds(lambda: opened.run(block), model.device)  # noqa: B023
             if not tried and took < _ENOUGH / 10:
                 # The first run of anything also warms up.
                 took = _seconds(lambda: opened.run(block), model.device)  # noqa: B023
-            tried.append(took)
+            tried[block.index] = took
             if time.perf_counter() - began > _ENOUGH:
                 break
-    each = sum(tried) / len(tried)
+    cells = sum(len(work[index].cells) for index in tried)
+    seconds = sum(tried.values()) / cells * sum(len(block.cells) for block in work)
     return SweepCost(
-        cells=grid.size,
-        passes=passes,
+        cells=sum(len(block.cells) for block in of_effects),
+        passes=len({block.kind for block in work}),
         blocks=len(work),
-        forwards=grid.size * passes + 2,
+        forwards=forwards_of(plan, model.config),
         forward_seconds=forward,
-        block_seconds=each,
+        block_seconds=seconds / len(work),
         tried=len(tried),
-        seconds=each * len(work),
+        seconds=seconds,
         peak_bytes=_peak_bytes(model.device),
     )
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from headstream.analyses.patching.metrics import Metric
-from headstream.analyses.patching.sweep_plan import Block
+from headstream.analyses.patching.sweeps.plans import Piece
 from headstream.analyses.patching.sweeps.workers import Job, run_blocks
 from headstream.models.errors import HeadstreamError, TaskError
 
 # What runs the blocks that are left: gives each with its effects, in any order.
-Found = Generator[tuple[Block, np.ndarray], None, None]
-Runner = Callable[[Sequence[Block]], Found]
+Found = Generator[tuple[Piece, np.ndarray], None, None]
+Runner = Callable[[Sequence[Piece]], Found]
 
 # A sweep is sent in at most about this many tasks: each costs an executor up to some 10 ms.
 _TASKS = 256
@@ -35,9 +35,9 @@ def by_executor(executor: Executor, job: Job) -> Runner:
         Blocks that other workers had finished by then are given first.
     """
 
-    def run(left: Sequence[Block]) -> Found:
+    def run(left: Sequence[Piece]) -> Found:
         each = max(1, -(-len(left) // _TASKS))
-        sent: dict[Any, Sequence[Block]] = {}
+        sent: dict[Any, Sequence[Piece]] = {}
         error: BaseException | None = None
         try:
             try:

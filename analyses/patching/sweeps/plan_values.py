@@ -1,4 +1,4 @@
-"""A `SweepPlan` as plain JSON values, and back: what a resume folder states and a worker reads.
+"""A plan as plain JSON values, and back: what a resume folder states and a worker reads.
 
 Values that two calls share decide the same numbers. A metric that is a function is described by its
 name and its code; the function itself must be handed over beside the values.
@@ -15,47 +15,85 @@ from typing import Any
 import torch
 
 from headstream.analyses.patching.metrics import METRICS, GivenFunction, Metric
+from headstream.analyses.patching.paths.ends import End
+from headstream.analyses.patching.paths.plan import PathPlan
 from headstream.analyses.patching.site_sets import At
 from headstream.analyses.patching.sweep_plan import SweepPlan
+from headstream.analyses.patching.sweeps.plans import Plan
 from headstream.analyses.patching.task import Task
 
+# What both kinds of plan have, by the name of the field.
+_SHARED = ("direction", "seed", "backend")
+_OF_SITES = ("values", "second")
+_GRID = ("layers", "heads", "positions")
 
-def plan_to_values(plan: SweepPlan) -> dict[str, Any]:
+
+def plan_to_values(plan: Plan) -> dict[str, Any]:
     """The plan as JSON can hold it; `plan_from_values` reads it back."""
-    task = plan.task
-    mask = task.attention_mask
+    shared = {name: getattr(plan, name) for name in _SHARED}
+    if isinstance(plan, PathPlan):
+        return {
+            "swept": "paths",
+            "task": _task_to_values(plan.task),
+            "senders": [asdict(end) for end in plan.senders],
+            "receivers": [asdict(end) for end in plan.receivers],
+            "positions": _listed(plan.positions),
+            "freeze_mlps": plan.freeze_mlps,
+            **shared,
+        }
     return {
-        "task": {
-            "clean": task.clean.tolist(),
-            "corrupted": task.corrupted.tolist(),
-            "attention_mask": None if mask is None else mask.to(torch.int64).tolist(),
-            "answer": task.answer.tolist(),
-            "wrong": None if task.wrong is None else task.wrong.tolist(),
-            "answer_pos": task.answer_pos.tolist(),
-            "roles": {name: place.tolist() for name, place in task.roles.items()},
-            "metric": _metric_to_values(task.metric),
-        },
+        "swept": "sites",
+        "task": _task_to_values(plan.task),
         "site": plan.site if isinstance(plan.site, str) else _sets_to_values(plan.site),
-        "direction": plan.direction,
-        "values": plan.values,
-        "layers": _listed(plan.layers),
-        "heads": _listed(plan.heads),
-        "positions": _listed(plan.positions),
-        "seed": plan.seed,
-        "backend": plan.backend,
-        "second": plan.second,
+        **{name: _listed(getattr(plan, name)) for name in _GRID},
+        **{name: getattr(plan, name) for name in _OF_SITES},
+        **shared,
     }
 
 
-def plan_from_values(values: Mapping[str, Any], metric: Metric | None = None) -> SweepPlan:
+def plan_from_values(values: Mapping[str, Any], metric: Metric | None = None) -> Plan:
     """The plan that `plan_to_values` wrote.
 
     Args:
         metric: the task's, where it is none of our own.
     """
-    task, site = values["task"], values["site"]
+    task = _task_from_values(values["task"], metric)
+    shared = {name: values[name] for name in _SHARED}
+    if values["swept"] == "paths":
+        return PathPlan(
+            task,
+            tuple(End(**end) for end in values["senders"]),
+            tuple(End(**end) for end in values["receivers"]),
+            positions=values["positions"],
+            freeze_mlps=values["freeze_mlps"],
+            **shared,
+        )
+    site = values["site"]
+    return SweepPlan(
+        task,
+        site if isinstance(site, str) else _sets_from_values(site),
+        **{name: values[name] for name in (*_GRID, *_OF_SITES)},
+        **shared,
+    )
+
+
+def _task_to_values(task: Task) -> dict[str, Any]:
+    mask = task.attention_mask
+    return {
+        "clean": task.clean.tolist(),
+        "corrupted": task.corrupted.tolist(),
+        "attention_mask": None if mask is None else mask.to(torch.int64).tolist(),
+        "answer": task.answer.tolist(),
+        "wrong": None if task.wrong is None else task.wrong.tolist(),
+        "answer_pos": task.answer_pos.tolist(),
+        "roles": {name: place.tolist() for name, place in task.roles.items()},
+        "metric": _metric_to_values(task.metric),
+    }
+
+
+def _task_from_values(task: Mapping[str, Any], metric: Metric | None) -> Task:
     mask = task["attention_mask"]
-    rebuilt = Task(
+    return Task(
         torch.tensor(task["clean"]),
         torch.tensor(task["corrupted"]),
         task["answer"],
@@ -64,12 +102,6 @@ def plan_from_values(values: Mapping[str, Any], metric: Metric | None = None) ->
         attention_mask=None if mask is None else torch.tensor(mask),
         answer_pos=task["answer_pos"],
         roles=task["roles"],
-    )
-    names = ("direction", "values", "layers", "heads", "positions", "seed", "backend", "second")
-    return SweepPlan(
-        rebuilt,
-        site if isinstance(site, str) else _sets_from_values(site),
-        **{name: values[name] for name in names},
     )
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from headstream.analyses.patching.sweep_plan import Block, SweepPlan
 from headstream.analyses.patching.sweeps.plan_values import plan_to_values
+from headstream.analyses.patching.sweeps.plans import Piece, Plan
 from headstream.models.decoder import Decoder
 from headstream.models.errors import SweepError
 
@@ -41,7 +41,7 @@ _STALE = 60.0
 
 
 def describe(
-    model: Decoder, plan: SweepPlan, engine: str, work: tuple[Block, ...], threads: int
+    model: Decoder, plan: Plan, engine: str, work: Sequence[Piece], threads: int
 ) -> dict[str, Any]:
     """What decides every number of a sweep, as plain JSON values.
 
@@ -122,8 +122,8 @@ class SweepStore:
         self.sha256 = _hash(self.manifest)
 
     def finished(
-        self, work: tuple[Block, ...], shape: tuple[int, int]
-    ) -> Iterator[tuple[Block, Float[np.ndarray, "metric cell example"]]]:
+        self, work: Sequence[Piece], shape: tuple[int, int]
+    ) -> Iterator[tuple[Piece, Float[np.ndarray, "metric cell example"]]]:
         """The blocks whose file is there and whole.
 
         Args:
@@ -135,7 +135,7 @@ class SweepStore:
             if found is not None:
                 yield block, found
 
-    def add(self, block: Block, effects: Float[np.ndarray, "metric cell example"]) -> None:
+    def add(self, block: Piece, effects: Float[np.ndarray, "metric cell example"]) -> None:
         """Write a finished block.
 
         Raises:
@@ -261,12 +261,16 @@ _COMPARED: tuple[tuple[str, tuple[str, ...], bool], ...] = (
             ("roles", "roles"),
         )
     ),
+    ("what is swept", ("plan", "swept"), True),
     ("metric", ("plan", "task", "metric", "name"), True),
     ("the metric's function", ("plan", "task", "metric"), False),
     *(
         (key, ("plan", key), True)
         for key in ("site", "direction", "values", "layers", "heads", "positions", "seed")
     ),
+    ("senders", ("plan", "senders"), False),
+    ("receivers", ("plan", "receivers"), False),
+    ("freeze_mlps", ("plan", "freeze_mlps"), True),
     ("second metric", ("plan", "second"), True),
     ("engine", ("run", "engine"), True),
     ("backend", ("plan", "backend"), True),
@@ -282,7 +286,10 @@ _WIDEST = 24
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """In words, what two manifests disagree on; the number of threads is the folder's to say."""
     told: set[tuple[str, ...]] = set()
+    swept = ("plan", "swept")
     for words, path, short in _COMPARED:
+        if swept in told and path[0] == "plan" and path[1] != "task":
+            continue  # what one kind of plan states the other does not
         old, new = _at(there, path), _at(here, path)
         if old == new or any(path == known[: len(path)] for known in told):
             continue

@@ -1,4 +1,6 @@
-"""All blocks of a plan: here or by any executor, with progress, kept in a folder if one is given.
+"""All blocks of a plan, over sites or over paths: here or by any executor, with progress.
+
+A folder, if one is given, keeps what is finished.
 
     describe     the sweep as values (`plan_values`), its hash, its folder (`store`)
     read         blocks that are finished already
@@ -32,11 +34,18 @@ import torch
 from jaxtyping import Float
 from tqdm import tqdm
 
-from headstream.analyses.patching.engines import Sweep, open_sweep
 from headstream.analyses.patching.metrics import Metric
-from headstream.analyses.patching.sweep_plan import Block, SweepPlan, blocks
 from headstream.analyses.patching.sweeps.executor import Found, Runner, Stopped, by_executor
 from headstream.analyses.patching.sweeps.plan_values import code_sha256, function_of, own_metric
+from headstream.analyses.patching.sweeps.plans import (
+    Opened,
+    Piece,
+    Plan,
+    name_of,
+    open_plan,
+    size_of,
+    work_of,
+)
 from headstream.analyses.patching.sweeps.store import MANIFEST, SweepStore, describe
 from headstream.analyses.patching.sweeps.workers import Job, one_number_of_threads
 from headstream.models.decoder import Decoder
@@ -49,7 +58,8 @@ class Swept:
 
     Attributes:
         base: by run (`clean`, `corrupted`), its metrics `[metric, example]`.
-        passes: by kind of pass, effects `[metric, cell, example]`, NaN where nothing was patched.
+        passes: by kind of pass, effects `[metric, cell, example]`, NaN where nothing was patched;
+            the cells are those of the plan's kind (`plans`).
     """
 
     base: dict[str, Float[np.ndarray, "metric example"]]
@@ -58,7 +68,7 @@ class Swept:
 
 def run_sweep(
     model: Decoder,
-    plan: SweepPlan,
+    plan: Plan,
     engine: str = "suffix",
     *,
     executor: Any = None,
@@ -86,7 +96,7 @@ def run_sweep(
     if resume is not None:
         _require_folder(resume)
         _require_known_code(plan.task.metric)
-    grid, work = plan.grid(model.config), blocks(plan, model.config)
+    work = work_of(plan, model.config)
     n, metrics = len(plan.task), len(plan.metrics)
     with ExitStack() as stack:
         store, threads = None, torch.get_num_threads()
@@ -97,12 +107,12 @@ def run_sweep(
             store = _store(folder, model, plan, engine, 1 if executor is not None else threads)
             threads = _threads(store, executor)
         stack.enter_context(one_number_of_threads(threads))
-        opened = open_sweep(model, plan, engine)
+        opened = open_plan(model, plan, engine)
         base = opened.base
         if check is not None:
             check(base)
         passes: dict[str, np.ndarray] = {
-            kind: np.full((metrics, grid.size, n), np.nan)
+            kind: np.full((metrics, size_of(plan, kind, model.config), n), np.nan)
             for kind in dict.fromkeys(block.kind for block in work)
         }
         left = dict.fromkeys(work)
@@ -117,12 +127,12 @@ def run_sweep(
             store.save_model(model)
             runner = by_executor(executor, _job(store, plan.task.metric))
         keeps = store if resume is not None else None
-        total = len(passes) * grid.size
+        total = sum(len(block.cells) for block in work)
         with (
             tqdm(
                 total=total,
                 initial=total - sum(len(block.cells) for block in left),
-                desc=f"patch {grid.name}",
+                desc=f"patch {name_of(plan, model.config)}",
                 disable=None if progress else True,
             ) as bar,
             _kept(keeps, len(work)),
@@ -137,9 +147,9 @@ def run_sweep(
 
 
 def _store(
-    folder: str | os.PathLike[str], model: Decoder, plan: SweepPlan, engine: str, threads: int
+    folder: str | os.PathLike[str], model: Decoder, plan: Plan, engine: str, threads: int
 ) -> SweepStore:
-    work = blocks(plan, model.config)
+    work = work_of(plan, model.config)
     return SweepStore(folder, describe(model, plan, engine, work, threads))
 
 
@@ -158,7 +168,7 @@ def _threads(store: SweepStore, executor: Any) -> int:
 def finished_blocks(
     resume: str | os.PathLike[str],
     model: Decoder,
-    plan: SweepPlan,
+    plan: Plan,
     engine: str,
     workers: int | None = None,
 ) -> int:
@@ -170,12 +180,12 @@ def finished_blocks(
     if not (Path(resume) / MANIFEST).exists():
         return 0
     threads = torch.get_num_threads() if workers is None else 1
-    store, work = _store(resume, model, plan, engine, threads), blocks(plan, model.config)
+    store, work = _store(resume, model, plan, engine, threads), work_of(plan, model.config)
     return sum(1 for _ in store.finished(work, (len(plan.metrics), len(plan.task))))
 
 
-def _here(opened: Sweep) -> Runner:
-    def run(left: Sequence[Block]) -> Found:
+def _here(opened: Opened) -> Runner:
+    def run(left: Sequence[Piece]) -> Found:
         for block in left:
             yield block, opened.run(block)
 

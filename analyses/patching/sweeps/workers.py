@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headstream.analyses.patching.engines import Sweep, open_sweep
 from headstream.analyses.patching.metrics import Metric
-from headstream.analyses.patching.sweep_plan import Block, blocks
 from headstream.analyses.patching.sweeps.plan_values import plan_from_values
+from headstream.analyses.patching.sweeps.plans import Opened, Piece, open_plan, work_of
 from headstream.analyses.patching.sweeps.store import MODEL, manifest_sha256, read_manifest
 from headstream.models.errors import SweepError
 from headstream.models.store import load
@@ -62,7 +61,7 @@ def run_blocks(job: Job, indices: tuple[int, ...]) -> list[np.ndarray]:
     return [opened.run(work[index]) for index in indices]
 
 
-_Opened = tuple[Sweep, tuple[Block, ...], int]
+_Opened = tuple[Opened, tuple[Piece, ...], int]
 
 
 def _opened(job: Job) -> _Opened:
@@ -94,7 +93,7 @@ def _open(job: Job) -> _Opened:
         )
     model.backend = run["backend"]
     plan = plan_from_values(manifest["plan"], job.metric)
-    return open_sweep(model, plan, run["engine"]), blocks(plan, model.config), run["threads"]
+    return open_plan(model, plan, run["engine"]), work_of(plan, model.config), run["threads"]
 
 
 @contextmanager

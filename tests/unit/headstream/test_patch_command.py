@@ -146,8 +146,8 @@ class TestDryRun:
         assert lines["forwards"].startswith("770 passes of all pairs")
         assert "on 2 workers, beside their start (" in lines["time"]
         assert lines["memory"].endswith(" MB a process, 3 processes")
-        # One block in three places of the grid, the first of them once more to warm up.
-        assert len(seen) == 4
+        # One block in five places of the grid, the first of them once more to warm up.
+        assert len(seen) == 6
         assert not (tmp_path / "folder").exists()
 
     def test_json(self, capsys: Captured) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,3 +111,28 @@ def make_task() -> Callable[..., Task]:
         return Task(clean, corrupted, moved.argmax(1), moved.argmin(1), **options)
 
     return make
+
+
+class Now(Executor):
+    """Runs what it is given at once; after `lasts` tasks its workers are dead."""
+
+    def __init__(self, lasts: float = np.inf) -> None:
+        self.lasts = lasts
+
+    def submit(self, call: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.lasts <= 0:
+            future.set_exception(BrokenProcessPool("a process ended abruptly"))
+            return future
+        self.lasts -= 1
+        try:
+            future.set_result(call(*args, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture(scope="session")
+def now() -> Callable[..., Executor]:
+    """Makes executors that run what they are given at once, as long as they last."""
+    return Now

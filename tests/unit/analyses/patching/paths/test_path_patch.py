@@ -15,12 +15,11 @@ from headstream.analyses.patching.metrics import METRICS
 from headstream.analyses.patching.patch import patch
 from headstream.analyses.patching.paths.ends import ends_of
 from headstream.analyses.patching.paths.path_patch import path_patch
-from headstream.analyses.patching.paths.plan import PathPlan
+from headstream.analyses.patching.paths.plan import PathBlock, PathPlan
 from headstream.analyses.patching.paths.receivers import Receiver, received
 from headstream.analyses.patching.paths.result import PathResult
 from headstream.analyses.patching.paths.sweep import PathSweep
-from headstream.analyses.patching.places import places_of
-from headstream.analyses.patching.suffix.spread import Band
+from headstream.analyses.patching.suffix.band import Band
 from headstream.analyses.patching.suffix.state import unembedded
 from headstream.analyses.patching.task import Task
 from headstream.analyses.stored import load_result
@@ -93,13 +92,11 @@ def test_all_senders_together_are_the_receivers_whole_input(
     model = build({"d_mlp": 24, "attn_bias": True})
     task = make_task(model, 6)
     senders, receivers = ends_of(model.config, None, [f"L1H{head}.{channel}" for head in range(4)])
-    named, places = places_of(task, "all")
-    plan = PathPlan(task, senders, receivers, places, named, "denoise", True, 0, None)
-    sweep = PathSweep(model, plan)
-    changes, _ = sweep._changes(range(len(senders)), places[0], "effects")
+    sweep = PathSweep(model, PathPlan(task, senders, receivers))
+    changes, _ = sweep._changes(PathBlock(0, "effects", (), tuple(range(len(senders)))))
     pairs = torch.arange(len(task))
     band = Band(pairs, torch.zeros_like(pairs), task.answer_pos, 0, 7)
-    receiver = Receiver(channel, 1, list(range(4)), torch.arange(4))
+    receiver = Receiver(channel, 1, torch.arange(4))
     with torch.no_grad():
         stream, _ = received(sweep._spread, receiver, torch.stack(changes).sum(0), band)
         logits = unembedded(model, stream.flatten(0, 1)).unflatten(0, stream.shape[:2])

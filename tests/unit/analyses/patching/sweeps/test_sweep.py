@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from headstream.models.decoder import Decoder
 from headstream.models.errors import HookError, SweepError, TaskError
 
 MakeTask = Callable[..., Task]
+MakeExecutor = Callable[..., Executor]
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +36,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def task(model: Decoder, make_task: MakeTask) -> Task:
     return make_task(model, 4, roles={"source": 2, "last": -1})
-
-
-class Now(Executor):
-    """Runs what it is given at once; after `lasts` tasks its workers are dead."""
-
-    def __init__(self, lasts: float = np.inf) -> None:
-        self.lasts = lasts
-
-    def submit(self, call: Any, /, *args: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        if self.lasts <= 0:
-            future.set_exception(BrokenProcessPool("a process ended abruptly"))
-            return future
-        self.lasts -= 1
-        try:
-            future.set_result(call(*args, **options))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 @pytest.fixture
@@ -91,7 +72,12 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("engine", "fields"), PLANS.values(), ids=list(PLANS))
 def test_order_executor_and_folder_change_no_bit(
-    model: Decoder, task: Task, tmp_path: Path, engine: str, fields: dict[str, Any]
+    model: Decoder,
+    task: Task,
+    tmp_path: Path,
+    engine: str,
+    fields: dict[str, Any],
+    now: MakeExecutor,
 ) -> None:
     plan = SweepPlan(task, **fields)
     here = run_sweep(model, plan, engine, progress=False)
@@ -100,10 +86,10 @@ def test_order_executor_and_folder_change_no_bit(
         found = here.passes[block.kind][:, list(block.cells)]
         assert np.array_equal(opened.run(block), found, equal_nan=True)
     for options in (
-        {"executor": Now()},
+        {"executor": now()},
         {"resume": tmp_path / "a"},
         {"resume": tmp_path / "a"},
-        {"resume": tmp_path / "b", "executor": Now()},
+        {"resume": tmp_path / "b", "executor": now()},
     ):
         again = run_sweep(model, plan, engine, progress=False, **options)
         assert alike(here.passes, again.passes), options
@@ -173,7 +159,7 @@ def test_ctrl_c_keeps_what_is_finished(
 
 
 def test_a_dead_worker_is_an_error_and_the_sweep_goes_on_later(
-    model: Decoder, task: Task, tmp_path: Path, ran: list[int]
+    model: Decoder, task: Task, tmp_path: Path, ran: list[int], now: MakeExecutor
 ) -> None:
     plan = SweepPlan(task, "z", positions="each", layers=[1], heads=[0, 2])
     here = run_sweep(model, plan, progress=False)
@@ -184,12 +170,12 @@ def test_a_dead_worker_is_an_error_and_the_sweep_goes_on_later(
         rf"'{tmp_path}', and the same call goes on from there; workers end for want of memory"
     )
     with pytest.raises(SweepError, match=words):
-        run_sweep(model, plan, progress=False, resume=tmp_path, executor=Now(lasts=4))
-    again = run_sweep(model, plan, progress=False, resume=tmp_path, executor=Now())
+        run_sweep(model, plan, progress=False, resume=tmp_path, executor=now(lasts=4))
+    again = run_sweep(model, plan, progress=False, resume=tmp_path, executor=now())
     assert ran == list(range(total))
     assert alike(here.passes, again.passes)
     with pytest.raises(SweepError, match=r"lost: resume=FOLDER keeps finished blocks"):
-        run_sweep(model, plan, progress=False, executor=Now(lasts=4))
+        run_sweep(model, plan, progress=False, executor=now(lasts=4))
 
 
 def test_an_executor_that_is_shut_down(model: Decoder, task: Task) -> None:
@@ -200,7 +186,7 @@ def test_an_executor_that_is_shut_down(model: Decoder, task: Task) -> None:
 
 
 def test_an_error_of_a_worker_is_the_users(
-    model: Decoder, make_task: MakeTask, tmp_path: Path
+    model: Decoder, make_task: MakeTask, tmp_path: Path, now: MakeExecutor
 ) -> None:
     calls = iter(range(1000))
 
@@ -210,11 +196,11 @@ def test_an_error_of_a_worker_is_the_users(
 
     task = make_task(model, 4, metric=wild)
     with pytest.raises(TaskError, match="metric 'wild' is nan in pair 0"):
-        patch(model, task, "z", executor=Now())
+        patch(model, task, "z", executor=now())
 
 
 def test_the_number_of_threads_is_the_folders(
-    model: Decoder, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: MakeExecutor
 ) -> None:
     """Another number rounds otherwise, so a sweep keeps the one it was begun with."""
     plan, used = SweepPlan(task, "z"), []
@@ -232,8 +218,8 @@ def test_the_number_of_threads_is_the_folders(
         assert set(used) == {2}
         used.clear()
         with pytest.raises(SweepError, match="begun in one process of 2 threads, and workers have"):
-            run_sweep(model, plan, progress=False, resume=tmp_path / "two", executor=Now())
-        run_sweep(model, plan, progress=False, resume=tmp_path / "one", executor=Now())
+            run_sweep(model, plan, progress=False, resume=tmp_path / "two", executor=now())
+        run_sweep(model, plan, progress=False, resume=tmp_path / "one", executor=now())
         assert set(used) == {1}
         assert torch.get_num_threads() == 2, "as it was"
         for file in (tmp_path / "one" / "blocks").iterdir():
@@ -258,9 +244,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("argument", ["executor", "resume"])
     def test_a_model_that_is_more_than_its_weights(
-        self, model: Decoder, task: Task, tmp_path: Path, argument: str
+        self, model: Decoder, task: Task, tmp_path: Path, argument: str, now: MakeExecutor
     ) -> None:
-        given = {argument: Now() if argument == "executor" else tmp_path}
+        given = {argument: now() if argument == "executor" else tmp_path}
         hooks = [("blocks.0.attn.hook_z", lambda z, hook: 2 * z)]
         words = f"and {argument}= knows a model by its weights alone"
         with model.hooks(hooks):

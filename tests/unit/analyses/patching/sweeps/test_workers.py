@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from headstream.analyses.patching.patch import patch
+from headstream.analyses.patching.paths.path_patch import path_patch
 from headstream.analyses.patching.result import PatchingResult
 from headstream.analyses.patching.sweeps import workers as sweep_workers
 from headstream.analyses.patching.sweeps.workers import Job, local_pool, run_blocks
@@ -86,6 +87,14 @@ class TestSpawned:
             file.unlink()
         # The other half by this process, and all of it from the folder.
         assert bits(patch(model, task, **ARGUMENTS, resume=tmp_path)) == here
+
+    def test_paths_too(self, model: Decoder, task: Task, pool: Executor, tmp_path: Path) -> None:
+        arguments: dict[str, Any] = {"senders": "heads", "n_flips": 9}
+        paths = bits(path_patch(model, task, **arguments))
+        assert bits(path_patch(model, task, **arguments, executor=pool, resume=tmp_path)) == paths
+        for file in sorted((tmp_path / "blocks").iterdir())[::2]:
+            file.unlink()
+        assert bits(path_patch(model, task, **arguments, resume=tmp_path)) == paths
 
     def test_a_named_metric_travels(
         self, model: Decoder, task: Task, pool: Executor, tmp_path: Path
