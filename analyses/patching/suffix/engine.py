@@ -72,7 +72,7 @@ class SuffixSweep:
         device = model.device
         self._lengths = task.lengths.to(device)
         self._read = task.answer_pos.to(device)
-        with torch.no_grad():
+        with torch.inference_mode():
             base, own = record_base(model, task, plan.tokens(into), self._grid, first, plan.backend)
             logits, given = record_donor(model, task, plan.tokens(source), self._grid, plan.backend)
             layers = layers_of(model, first, task.columns.shape[1], plan.backend)
@@ -84,7 +84,7 @@ class SuffixSweep:
             name: self._measure(self._logits[name][None])[:, 0] for name in ("clean", "corrupted")
         }
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, block: Block) -> Float[np.ndarray, "metric cell example"]:
         """Effects of the block's cells; NaN where a row was not patched."""
         if isinstance(self._grid, SetGrid):
