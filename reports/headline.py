@@ -97,6 +97,12 @@ def _finding(study: Study) -> list[str]:
     # A redundant set is what single places cannot show; a list of cuts is not news beside them.
     told = ("redundant_set",) if patchings else CUTS
     sentences += [_together(item) for kind in told for item in study.of_kind(kind)[:1]]
+    # Heads that copy by position restore an answer as induction heads would.
+    sentences += [
+        formats.summary(item.result.summary())
+        for item in study.of_kind("induction")[:1]
+        if patchings and any("fixed-distance" in label for label in _of_heads(item).values())
+    ]
     if not patchings:
         if not (study.of_kinds("sinks", "paths") or study.cutting):
             sentences.append("No intervention was run: nothing on this page is about cause.")
@@ -144,18 +150,30 @@ def _together(item: Item) -> str:
 
 
 def _labels(study: Study, item: Item) -> dict[str, str]:
-    """What a census of the same model on this page calls its heads."""
+    """What the studies of the same model on this page call its heads: cuts before patterns."""
     weights = item.result.provenance.weights_sha256
-    for census in study.of_kind("heads"):
-        if census.result.provenance.weights_sha256 == weights:
-            labels = census.result.data["label"]
-            layers, heads = (labels[dim].values.tolist() for dim in ("layer", "head"))
-            return {
-                head_name(layer, head): str(labels.sel(layer=layer, head=head).item())
-                for layer in layers
-                for head in heads
-            }
-    return {}
+    found: dict[str, str] = {}
+    # An induction study gives a head its census label, or a better founded one.
+    for kind in ("heads", "induction"):
+        same = (
+            other
+            for other in study.of_kind(kind)
+            if other.result.provenance.weights_sha256 == weights
+        )
+        for other in list(same)[:1]:
+            found |= {head: label for head, label in _of_heads(other).items() if label != "none"}
+    return found
+
+
+def _of_heads(item: Item) -> dict[str, str]:
+    """The labels of a census or of an induction study by head."""
+    labels = item.result.data["label"]
+    layers, heads = (labels[dim].values.tolist() for dim in ("layer", "head"))
+    return {
+        head_name(layer, head): str(labels.sel(layer=layer, head=head).item())
+        for layer in layers
+        for head in heads
+    }
 
 
 def _has_heads(item: Item) -> bool:

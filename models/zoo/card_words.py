@@ -14,10 +14,10 @@ from typing import Any
 _BESIDE = {"best_possible_": "best possible", "uniform_": "uniform guessing"}
 _SIZES = ("sequences", "questions", "prompts")
 _TASK = {
-    "length": "{} tokens a prompt",
-    "n_content": "{} content tokens",
-    "n_fillers": "{} filler tokens",
-    "pairs": "{} key-value pairs a prompt",
+    "length": "{} tokens long",
+    "n_content": "{} content tokens to draw from",
+    "n_fillers": "{} fillers to draw from",
+    "pairs": "{} key-value pairs each",
 }
 _LONGEST_RUN = 12  # values that stand in one line
 
@@ -72,7 +72,9 @@ def card_parts(card: Mapping[str, Any]) -> tuple[Part, ...]:
 def reached(card: Mapping[str, Any]) -> tuple[str, str]:
     """The first loss of a card that has a best possible one beside it, and that; or dashes."""
     loss = card.get("loss")
-    for key, value in loss.items() if isinstance(loss, Mapping) else ():
+    if not isinstance(loss, Mapping):
+        return "-", "-"
+    for key, value in loss.items():
         if f"best_possible_{key}" in loss:
             return plain(value), plain(loss[f"best_possible_{key}"])
     return "-", "-"

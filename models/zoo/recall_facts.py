@@ -110,7 +110,8 @@ def _circuit(
         to_key[at, head] = float(pattern[:, value_at, value_at - 1].mean())
         to_needle[at, head] = float(pattern[row, -1, needle].mean())
     kinds: dict[str, Heads] = {
-        "previous-token": [h for h in heads if to_key[h] > NAMED_FROM],
+        # No previous-token head: on other tokens than values it looks elsewhere.
+        "value-to-key": [h for h in heads if to_key[h] > NAMED_FROM],
         "retrieval": [h for h in heads if to_needle[h] > NAMED_FROM],
     }
     named = {head for members in kinds.values() for head in members}

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from headstream.analyses.evidence import Evidence
+from headstream.analyses.studies.induction import induction
+from headstream.models.store import load
 from headstream.reports.headline import headline
 from headstream.reports.study import Study
 
@@ -91,3 +93,23 @@ def test_without_intervention_nothing_is_about_cause(samples) -> None:
     assert line.finding[0] == "No intervention was run: nothing on this page is about cause."
     assert "induction pattern: L1H2" in line.finding[1]
     assert "no identity was checked" in line.facts
+
+
+def test_cuts_name_a_head_before_its_pattern_does(samples) -> None:
+    """An induction study of the same model outweighs the census; of another it says nothing."""
+    study = induction(load("constructed-induction"), n=6)
+    for weights, name in (("ab" * 32, "induction head"), ("cd" * 32, "induction pattern")):
+        census, paths = samples.heads(), samples.paths()
+        origin = replace(study.provenance, weights_sha256=weights)
+        same = census.provenance.weights_sha256 == weights
+        assert same == (name == "induction head"), "the samples' own weights"
+        line = of(samples.patching(), census, paths, replace(study, provenance=origin))
+        assert f"into the keys of L1H2 ({name})" in line.finding[1]
+
+
+def test_copiers_from_a_fixed_distance_stand_at_the_top(samples) -> None:
+    decoy = induction(load("decoy-2l-rotary"), n=6, distances=[16, 32])
+    line = of(samples.patching(), decoy)
+    assert line.finding[-1].startswith("No induction head")
+    assert "from a fixed distance" in line.finding[-1]
+    assert len(of(samples.patching(), induction(load("constructed-and"), n=6)).finding) == 1

@@ -206,6 +206,7 @@ def test_the_shipped_card_tells_within_from_past_training(shipped: Decoder) -> N
     assert min(map(int, found["past_training"])) == 22
     assert shipped.config.n_train == 48
     assert shipped.config.n_ctx == 128
-    for layer, kind in ((0, "previous-token"), (1, "retrieval")):
+    assert "previous-token" not in shipped.card["circuit"]
+    for layer, kind in ((0, "value-to-key"), (1, "retrieval")):
         assert shipped.card["circuit"][kind]
         assert all(name.startswith(f"L{layer}") for name in shipped.card["circuit"][kind])
