@@ -181,14 +181,7 @@ class SinksResult(Result):
                 f"{len(resting)} of {mass.size} heads rest on the first token: {shown}{more} of "
                 f"their attention, chance {details['chance']:.2f}"
             )
-        moved = np.argwhere(self.data["effect_causal"].any("cut").values).tolist()
-        names = ", ".join(head_name(*at) for at in moved[:4])
-        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-        cut = (
-            f"cutting it moves the loss: {names}{more}"
-            if moved
-            else "no cut of a head moves the loss"
-        )
+        cut = self._moved(bool(resting))
         at = f"at eps = {details['eps']:g}, T = {details['T']}"
         rate = (
             f"no sink rate {at}"
@@ -196,6 +189,31 @@ class SinksResult(Result):
             else f"sink rate {details['rate']:.1f}% {at}"
         )
         return f"{words}; {rate}; {cut} (n = {n})"
+
+    def _moved(self, resting: bool) -> str:
+        """Heads whose cut moves the loss, and which way: the larger of what its cuts do."""
+        effect, causal = (
+            self.data[name].transpose("layer", "head", "cut").values
+            for name in ("effect", "effect_causal")
+        )
+        shown = np.where(causal, effect, 0.0)
+        largest = np.take_along_axis(shown, np.abs(shown).argmax(-1)[..., None], -1)[..., 0]
+        order = sorted(
+            np.argwhere(causal.any(-1)).tolist(), key=lambda at: -abs(largest[tuple(at)])
+        )
+        if not order:
+            return "no cut of a head moves the loss"
+        words: list[str] = []
+        for verb, sign in (("raises", 1), ("lowers", -1)):
+            heads = [
+                f"{head_name(*at)} {largest[tuple(at)]:+.2f}"
+                for at in order
+                if sign * largest[tuple(at)] > 0
+            ]
+            if heads:
+                words.append(f"{verb} the loss: {_some(heads)} nats")
+        what = "cutting it" if resting else "cutting the little that is there"
+        return f"{what} {' and '.join(words)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,20 +230,37 @@ class InductionResult(Result):
     def summary(self) -> str:
         joint, n = self.details["joint"], self.details["n"]
         shown, seen = self.found("induction head"), self.found("induction pattern")
+        parts = self.found("induction head of a set")
+        needed = joint is not None and not joint["failed"]
         words = []
         if shown:
             many = len(shown) > 1
             words.append(
                 f"{_some(shown)} {'are induction heads' if many else 'is an induction head'}"
             )
+        elif parts:
+            words.append(
+                f"{_some(parts)} are induction heads as a set of {len(joint['heads'])} that stand "
+                "in for one another, none of which alone gives back a fifth"
+            )
+        elif needed:
+            words.append(
+                f"no head alone is an induction head, but continuing a repeat needs "
+                f"{_some(joint['heads'])}"
+            )
         else:
             words.append("no induction head")
         if joint is not None:
             cut = "together" if len(joint["heads"]) > 1 else "alone"
+            others = [name for name in joint["heads"] if name not in (shown or parts)]
+            if others and (shown or parts):
+                cut += f" with {_some(others)}"
             words[-1] += (
                 f": cut {cut} {joint['mean']:+.2f} nats on what repeats predict "
                 f"[{joint['low']:.2f}, {joint['high']:.2f}]"
             )
+            if not needed:
+                words[-1] += f", but {joint['failed'][0]}"
         if seen:
             words.append(f"{_some(seen)} only by the pattern")
         for label, verbs, what in (

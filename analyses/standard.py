@@ -35,6 +35,7 @@ from headstream.analyses.studies.writes import direct_writes
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError, TaskError, TokenError
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 _PATCHING = "patching"
@@ -51,6 +52,7 @@ _ORDER = (
 )
 
 
+@takes_model
 def standard_study(
     model: Decoder,
     *,

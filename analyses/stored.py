@@ -102,6 +102,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
         "distances": list,
         "block": int,
         "gapped": dict,
+        "scan": dict,
         "loss": dict,
         "joint": (dict, type(None)),
     },

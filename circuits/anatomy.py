@@ -40,6 +40,7 @@ from headstream.circuits.selection import head_pair
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ class HeadAnatomy:
         return anatomy_text(self)
 
 
+@takes_model
 def head_anatomy(
     model: Decoder,
     layer: int,
@@ -263,6 +265,7 @@ def head_anatomy(
     return head_anatomies(model, [(layer, head)], distance=distance, top=top, n=n, seed=seed)[0]
 
 
+@takes_model
 def head_anatomies(
     model: Decoder,
     heads: Iterable[tuple[int, int]] | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from headstream.circuits.selection import indices
 from headstream.models.arguments import check_mask
 from headstream.models.errors import HookError
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.vocabulary import check_tokens
 
@@ -38,6 +39,7 @@ class AttentionRun:
     scales: Mapping[int, float]
 
 
+@takes_model
 def record_attention(
     model: Decoder,
     tokens: Any,

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 
 from headstream.circuits.interventions import cut_edges
 from headstream.models.hooks import capture
+from headstream.models.loss import check_finite_loss
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -114,7 +115,11 @@ def losses(
     head: int | None = None,
     renormalise: bool = True,
 ) -> Float[Array, " batch"]:
-    """Mean next-token loss of each sequence in nats, with edges cut in a head (None: in all)."""
+    """Mean next-token loss of each sequence in nats, with edges cut in a head (None: in all).
+
+    Raises:
+        ShapeError: if the loss of a real target is not finite.
+    """
     found = []
     for some in _pieces(tokens):
         with ExitStack() as stack, torch.no_grad():
@@ -131,6 +136,9 @@ def losses(
                     )
                     stack.enter_context(edit)
             each = model(tokens[some], attention_mask=real[some], return_type="loss_per_token")
+        # NaN stands where there is no target, and would hide a loss that overflows.
+        targets = real[some, 1:] & (real[some].cumsum(1)[:, :-1] > 0)
+        check_finite_loss(each[targets].cpu().numpy(), model.dtype)
         found.append(each.double().nanmean(1).cpu().numpy())
     return np.concatenate(found)
 

@@ -26,6 +26,7 @@ from headstream.circuits.centring import (
 from headstream.models.arguments import check_mask
 from headstream.models.decoder import build
 from headstream.models.errors import ConfigError, ExactnessError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.config import DecoderConfig
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Norms = Literal["all", "final"]
 
 
+@takes_model
 def fold(
     model: Decoder,
     *,

@@ -44,6 +44,7 @@ from headstream.circuits.statistics import (
     target_mass,
 )
 from headstream.models.arguments import check_count, check_seed
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
 
@@ -152,6 +153,7 @@ class HeadCensus:
         return "\n".join(lines)
 
 
+@takes_model
 def score_heads(
     model: Decoder,
     *,

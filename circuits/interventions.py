@@ -25,12 +25,14 @@ from headstream.circuits.attention_run import AttentionRun, record_attention
 from headstream.circuits.selection import indices
 from headstream.models.edits import EdgeCut, FrozenPattern
 from headstream.models.errors import ConfigError, HookError, ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.position_set import PositionSet
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 @contextmanager
 def cut_edges(
     model: Decoder,
@@ -98,6 +100,7 @@ def cut_edges(
             )
 
 
+@takes_model
 @contextmanager
 def freeze_attention(
     model: Decoder,

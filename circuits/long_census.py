@@ -40,6 +40,7 @@ from headstream.models.arguments import check_count, check_seed
 from headstream.models.attend_blocks import blocks_of
 from headstream.models.attend_naive import widen
 from headstream.models.errors import ShapeError, TokenError
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -190,6 +191,7 @@ def repeat_block(
     return repeated
 
 
+@takes_model
 def score_long_heads(
     model: Decoder,
     *,

@@ -13,6 +13,7 @@ from headstream.circuits.attention_run import record_beside
 from headstream.circuits.interventions import freeze_attention
 from headstream.circuits.selection import heads_by_layer
 from headstream.models.errors import ConfigError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import edited
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Values = Literal["zero", "mean"]
 
 
+@takes_model
 @contextmanager
 def pattern_preserving_ablation(
     model: Decoder,

@@ -11,9 +11,9 @@ that follows the content from one that learned a single distance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -67,7 +67,7 @@ class RepeatPlan:
 
 
 def plan_repeats(
-    config: DecoderConfig, distances: Sequence[int] | None = None, length: int | None = None
+    config: DecoderConfig, distances: Any = None, length: int | None = None
 ) -> RepeatPlan:
     """Choose block length and distances that fit vocabulary and context, or say why none do.
 
@@ -157,12 +157,17 @@ def make_pair(plan: RepeatPlan, orders: Int[Tensor, "batch content"], distance: 
 
 
 def _distances(given: object) -> tuple[int, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(given, str) or not isinstance(given, Iterable) or not _several(given):
         raise ShapeError(f"distances must be a list of whole numbers of tokens, got {given!r}")
     chosen = tuple(sorted({check_count("a distance", one, of="tokens") for one in given}))
     if not chosen:
         raise ShapeError("distances is empty, expected at least one distance in tokens")
     return chosen
+
+
+def _several(given: object) -> bool:
+    """False for a tensor or array that holds one number: it only looks like a list."""
+    return getattr(given, "ndim", 1) > 0
 
 
 def _require_block(block: int, largest: int) -> None:

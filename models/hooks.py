@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headstream.models.errors import HookError
+from headstream.models.given_model import takes_model
 from headstream.models.hook_point import InPlaceWatch
 from headstream.models.resolve import resolve
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Edit = Callable[[Tensor], Tensor]
 
 
+@takes_model
 def capture(
     model: Decoder,
     tokens: Any,
@@ -69,6 +71,7 @@ def capture(
     return output, {name: kept[name] for name in ordered}
 
 
+@takes_model
 @contextmanager
 def edited(model: Decoder, edits: Mapping[str, Edit]) -> Iterator[Decoder]:
     """Inside the block, every run replaces each named activation by `edit(activation)`.

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import check_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -45,6 +46,7 @@ class KVCache:
     """
 
     def __init__(self, model: Decoder, batch: int = 1) -> None:
+        check_model(model)
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise ShapeError(f"batch must be a whole number >= 1, got {batch!r}")
         config = model.config

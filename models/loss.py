@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -43,3 +44,19 @@ def next_token_loss(
     picked = wide.gather(1, source[:, :, None].expand(-1, -1, wide.shape[-1]))
     loss = functional.cross_entropy(picked.transpose(1, 2), tokens[:, 1:], reduction="none")
     return loss.masked_fill(~real, torch.nan) if per_token else loss[real].mean()
+
+
+def check_finite_loss(losses: np.ndarray, dtype: torch.dtype) -> None:
+    """Refuse losses of finite weights that are no numbers: the model cannot be judged by them.
+
+    Args:
+        losses: of real targets only, in nats.
+        dtype: of the model, for the message.
+    Raises:
+        ShapeError: if one is NaN or infinite.
+    """
+    if not bool(np.isfinite(losses).all()):
+        raise ShapeError(
+            f"the loss of this model is not finite: its logits overflow {dtype}",
+            hint="look for very large numbers in the weights, W_U before all",
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headstream.analyses.evidence import Claim, Evidence
+from headstream.analyses.studies.induction_claims import other_heads
 from headstream.models.names import head_name
 from headstream.reports import formats
 from headstream.reports.blocks import (
@@ -39,7 +40,13 @@ _LIMITS = (
     ),
 )
 # Labels that the figure shows first, in this order.
-_FIRST = ("induction head", "induction pattern", "fixed-distance copier", "fixed-distance")
+_FIRST = (
+    "induction head",
+    "induction head of a set",
+    "induction pattern",
+    "fixed-distance copier",
+    "fixed-distance",
+)
 
 
 def induction(study: Study) -> Section | None:
@@ -214,7 +221,7 @@ def _bounded(at: Any, name: str, *, sign: bool = False) -> Cell:
 def _label(label: str, claim: Claim | None) -> Cell:
     """The label, with the badge of what it rests on where this study claims it."""
     if claim is None or claim.evidence is Evidence.UNKNOWN:
-        return Cell(label, note="" if claim is None else "not shown by cutting")
+        return Cell(label, note="" if claim is None else "not shown")
     return Cell(evidence=claim.evidence, note=label)
 
 
@@ -224,28 +231,39 @@ def _terms(item: Item) -> tuple[Term, ...]:
         Term(
             "Loss on what repeats predict",
             f"{formats.number(float(loss['repeats']))} nats; at the same positions when the block "
-            f"is other tokens {formats.number(float(loss['control']))}",
+            f"is other tokens {formats.number(float(loss['control']))}; that of a uniform guess "
+            f"{formats.number(float(loss['uniform']))}",
         )
     ]
+    scan = item.details["scan"]
+    terms.append(
+        Term(
+            "Fixed distances",
+            f"looked for from {scan['nearest']} to {scan['farthest']} tokens, in "
+            f"{scan['sequences']} random sequences of {scan['length']}",
+        )
+    )
     if joint is None:
-        return (*terms, Term("Cut together", "no head follows content, so nothing was cut"))
+        margin = formats.short(float(item.details["margin"]))
+        return (
+            *terms,
+            Term(
+                "Cut together",
+                f"no head clears the margin of {margin}, so nothing was cut",
+            ),
+        )
     tested = f"p {formats.probability(joint['p'])}" if joint["p"] is not None else "not tested"
     text = (
         f"{', '.join(joint['heads'])}: {formats.number(joint['mean'], sign=True)} nats "
         f"{formats.interval(joint['low'], joint['high'], sign=True)}, {tested}; where nothing "
         f"repeats {formats.number(joint['control'], sign=True)}"
     )
-    terms.append(Term("Cut together", text))
-    random = joint["random"]
-    if random["sets"]:
-        many = int(random["sets"])
-        several = f", mean of {many} random sets; at most " if many > 1 else ""
-        most = formats.number(random["largest"], sign=True) if several else ""
+    if joint["failed"]:
+        text += f"; no label: {'; '.join(map(str, joint['failed']))}"
+    terms.append(Term("Cut together", formats.summary(text)))
+    others = other_heads(joint)
+    if others:
         terms.append(
-            Term(
-                "As many other heads",
-                f"{formats.number(random['mean'], sign=True)} nats{several}{most}. What the heads "
-                "above need may be among them, so this decides nothing.",
-            )
+            Term("Other heads", f"{formats.summary(others)} This decides nothing."),
         )
     return tuple(terms)

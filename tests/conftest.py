@@ -5,7 +5,10 @@ parameter here is random. A: learned positions, LayerNorm, biases everywhere. R:
 grouped heads, n_heads * d_head != d_model, no biases. L1: one layer of attention, no norm.
 """
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jaxtyping
@@ -104,3 +107,16 @@ def tokens() -> torch.Tensor:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Annotations are not enforced, as for a user: what a wrong type meets is our own error."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(scope="session")
+def hand() -> ModuleType:
+    """tests/hand_made.py: models made by hand, head by head."""
+    spec = importlib.util.spec_from_file_location(
+        "hand_made", Path(__file__).with_name("hand_made.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

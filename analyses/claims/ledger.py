@@ -27,6 +27,7 @@ from headstream.analyses.result import Provenance
 from headstream.models.arguments import check_length, check_seed
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ExactnessError
+from headstream.models.given_model import takes_model
 from headstream.models.vocabulary import check_tokens
 
 # Sums of some hundred float64 terms of order one round at about 1e-14; 1e-10 leaves room for depth
@@ -173,6 +174,7 @@ def register_all() -> None:
     )
 
 
+@takes_model
 def audit(model: Decoder, tokens: Tensor | None = None, *, seed: int = 0) -> AuditResult:
     """Run every registered check and measurement on `model`.
 

@@ -23,6 +23,7 @@ from headstream.circuits.composing.strongest_pairs import (
     summarise_compositions,
 )
 from headstream.models.decoder import Decoder
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _KEPT = 500
 _THROUGH = {"Q": "queries", "K": "keys", "V": "values"}
 
 
+@takes_model
 def circuits(
     model: Decoder, *, distance: int | None = None, top: int = 5, n: int = 16, seed: int = 0
 ) -> CircuitsResult:

@@ -11,6 +11,7 @@ from headstream.analyses.result import Provenance
 from headstream.circuits.heads import HeadCensus, score_heads
 from headstream.circuits.long_census import score_long_heads
 from headstream.models.decoder import Decoder
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 # Whether heads with the pattern of induction do what it looks like: the induction study says.
@@ -28,6 +29,7 @@ _SENTENCES = {
 }
 
 
+@takes_model
 def heads(model: Decoder, *, seed: int = 0, **options: Any) -> HeadsResult:
     """Score every head of `model` and say what stands out from chance.
 
@@ -38,6 +40,7 @@ def heads(model: Decoder, *, seed: int = 0, **options: Any) -> HeadsResult:
     return heads_result(model, score_heads(model, seed=seed, **options), seed=seed)
 
 
+@takes_model
 def long_heads(
     model: Decoder,
     *,

@@ -4,7 +4,7 @@
     alone      each cut while the others work
     restored   all but one cut: what that one gives back by itself
     control    the joint cut where the second block is other tokens: there is nothing to continue
-    random     as many other heads, drawn at random
+    random     as many other heads (or all there are), drawn at random
 
 The unit is the random order that makes the sequences of every distance; an effect is the change of
 the mean loss over the tokens that the repeat predicts. Labels follow the one rule of inference.
@@ -12,6 +12,7 @@ the mean loss over the tokens that the repeat predicts. Labels follow the one ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from headstream.analyses.patching.inference import (
 from headstream.analyses.patching.suffix.state import unembedded
 from headstream.circuits.repeats import RepeatPlan, make_pair
 from headstream.models.decoder import Decoder
+from headstream.models.loss import check_finite_loss
 
 _RANDOM_SETS = 8
 
@@ -47,13 +49,17 @@ class RepeatCuts:
         heads: the set.
         loss, control_loss: uncut, on repeats and where the second block is other tokens, mean.
         joint: [example]; and its `joint_low`, `joint_high`, `joint_p`, `joint_control` (mean).
-        joint_failed: conditions of CAUSAL that the joint cut fails, in words.
+        joint_failed: conditions of CAUSAL that the joint cut fails, in words; first of them that
+            the model does not continue repeats in the first place.
         alone, alone_low, alone_high, alone_p, alone_control: [head].
         restored, restored_low, restored_high: [head], share of the joint effect that the head,
             restored alone, takes back.
         members: [head], CAUSAL: the set is, and restored alone the head takes back a fifth or
             more, or cut alone it is CAUSAL too and takes a fifth of what the set takes.
-        random: [set], mean effect of as many other heads, at random; empty without others.
+        parts: [head]: the set is CAUSAL, and restored alone the head takes back a fifth or more
+            of an equal part: what one of many heads that stand in for one another can show.
+        random: [set], mean effect of as many other heads (or all, if there are fewer), at random;
+            empty without others. `random_sets` are those heads.
         self_cut, self_bound: largest effect of cutting heads to their own values, and its bound.
     """
 
@@ -75,7 +81,9 @@ class RepeatCuts:
     restored_low: Array
     restored_high: Array
     members: Array
+    parts: Array
     random: Array
+    random_sets: tuple[tuple[Head, ...], ...]
     self_cut: float
     self_bound: float
 
@@ -106,6 +114,7 @@ class RepeatRuns:
 
     Attributes:
         loss, control_loss: [example], uncut, mean over distances.
+        uniform: loss of a uniform guess over the tokens that are drawn.
     """
 
     def __init__(self, model: Decoder, plan: RepeatPlan, orders: Tensor) -> None:
@@ -114,6 +123,7 @@ class RepeatRuns:
         # The first token of the second block is not predicted by what came before.
         spans = [(start + d + 1, start + d + plan.length) for d in plan.distances]
         self._model, self._distances = model, len(plan.distances)
+        self.uniform = math.log(len(plan.content))
         self._repeats = self._runs([pair.repeated for pair in pairs], spans)
         self._control = self._runs([pair.control for pair in pairs], spans)
         self.loss = self._by_example(self._repeats.base)
@@ -125,7 +135,7 @@ class RepeatRuns:
 
     def control(self, heads: Sequence[Head]) -> float:
         """The mean effect at the same positions where nothing repeats."""
-        return float(self._control.effect(heads).mean())
+        return float(self._by_example(self._control.effect(heads)).mean())
 
     def self_cut(self) -> float:
         """Largest effect when every head receives the values that it has."""
@@ -144,6 +154,7 @@ class RepeatRuns:
         return CutRuns(self._model, prompts, RepeatLoss(prompts, torch.cat(counted)), values="zero")
 
     def _by_example(self, values: Array) -> Array:
+        check_finite_loss(values, self._model.dtype)
         mean: Array = values.reshape(self._distances, -1).mean(0)
         return mean
 
@@ -176,12 +187,15 @@ def cut_on_repeats(
         _failed(float(means[i]), float(p_values[i]), controls[i], len(joint), self_cut <= bound)
         for i in range(len(effects))
     ]
+    failed[0] = [*_not_continued(runs, seed), *failed[0]]
     share, share_low, share_high = _shares(joint, kept, seed)
     by_itself = np.array([not words for words in failed[1:]])
     with np.errstate(divide="ignore", invalid="ignore"):
         members = (share >= LEAST_RECOVERED) | (
             by_itself & (means[1:] / means[0] >= LEAST_RECOVERED)
         )
+        parts = (share >= LEAST_RECOVERED / len(chosen)) & ~(share_low <= 0)
+    sets, random = _random(model, runs, chosen, seed)
     return RepeatCuts(
         heads=chosen,
         loss=float(runs.loss.mean()),
@@ -201,7 +215,9 @@ def cut_on_repeats(
         restored_low=share_low,
         restored_high=share_high,
         members=members & (not failed[0]),
-        random=_random(model, runs, chosen, seed),
+        parts=parts & (not failed[0]),
+        random=random,
+        random_sets=sets,
         self_cut=self_cut,
         self_bound=bound,
     )
@@ -222,6 +238,23 @@ def _failed(mean: float, p: float, control: float, n: int, held: bool) -> list[s
     return words if words or mean > 0 else ["the model continues repeats better without it"]
 
 
+def _not_continued(runs: RepeatRuns, seed: int) -> list[str]:
+    """Why what the heads do is no part of continuing repeats: the uncut model does not do it.
+
+    Its loss on what repeats predict must be clearly below that where nothing repeats, and below
+    that of a uniform guess: a model may lose less there without knowing which token comes.
+    """
+    gains = np.stack([runs.uniform - runs.loss, runs.control_loss - runs.loss])
+    low, _ = mean_interval(gains, seed=seed)
+    if (low > 0).all():
+        return []
+    return [
+        f"the model does not continue repeats: its loss on what they predict is "
+        f"{runs.loss.mean():.2f} nats, that of a uniform guess {runs.uniform:.2f}, its own where "
+        f"nothing repeats {runs.control_loss.mean():.2f}"
+    ]
+
+
 def _shares(joint: Array, kept: Array, seed: int) -> tuple[Array, Array, Array]:
     """Share of the joint effect that each head, restored alone, takes back; with its interval."""
     if joint.mean() == 0:
@@ -232,17 +265,18 @@ def _shares(joint: Array, kept: Array, seed: int) -> tuple[Array, Array, Array]:
     return back.mean(1) / joint.mean(), low, high
 
 
-def _random(model: Decoder, runs: RepeatRuns, chosen: Sequence[Head], seed: int) -> Array:
-    """Mean effects of random sets of other heads, each as large as the set or all there are."""
+def _random(
+    model: Decoder, runs: RepeatRuns, chosen: Sequence[Head], seed: int
+) -> tuple[tuple[tuple[Head, ...], ...], Array]:
+    """Random sets of other heads, each as large as the set or all there are; their mean effects."""
     others = [head for head in all_heads(model.config) if head not in chosen]
     if not others:
-        return np.zeros(0)
+        return (), np.zeros(0)
     rng = np.random.default_rng([seed, 4])
     size = min(len(chosen), len(others))
     drawn = {
         tuple(sorted(rng.choice(len(others), size, replace=False).tolist()))
         for _ in range(_RANDOM_SETS)
     }
-    return np.array(
-        [float(runs.effect([others[i] for i in each]).mean()) for each in sorted(drawn)]
-    )
+    sets = tuple(tuple(others[i] for i in each) for each in sorted(drawn))
+    return sets, np.array([float(runs.effect(each).mean()) for each in sets])

@@ -39,6 +39,7 @@ from headstream.circuits.qk_ov.copying import require_finite
 from headstream.models.arguments import check_count, check_mask, check_seed
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 from headstream.models.vocabulary import check_tokens
 
@@ -67,6 +68,7 @@ class _Inputs(NamedTuple):
     words: str
 
 
+@takes_model
 def sinks(
     model: Decoder,
     *,
@@ -96,7 +98,8 @@ def sinks(
         `SinksResult`; CAUSAL is said by the one rule, the maximum being over heads and both cuts.
     Raises:
         ShapeError: if a sequence has fewer than three real tokens, `n`, `length`, `seed` or `eps`
-            are out of range, `length` is given beside tokens, or a weight is NaN or infinite.
+            are out of range, `length` is given beside tokens, or a weight is NaN or infinite, or
+            so large that the loss is.
         TokenError: for tokens outside the vocabulary.
     """
     check_seed(seed)
@@ -365,9 +368,10 @@ def _cut_claims(cell: xr.Dataset, variable: str, name: str, n: int) -> list[Clai
             float(at[f"{variable}{end}"]) for end in ("", "_low", "_high", "_p", "_control")
         )
         weight = "its weight dropped" if cut == "dropped" else "its weight redistributed"
-        statement = f"cutting {name} from the first token, {weight}, moves the loss"
         id = f"sinks.{name.replace(' ', '_')}.{cut}"
         failed = _failed(mean, p, control, n)
+        does = "moves" if failed else "raises" if mean > 0 else "lowers"
+        statement = f"cutting {name} from the first token, {weight}, {does} the loss"
         if failed:
             claims.append(unknown(id, statement, reason="; ".join(failed), where="sinks"))
             continue

@@ -12,11 +12,13 @@ from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.circuits.stream.residual import decompose_residual
 from headstream.models.decoder import Decoder
+from headstream.models.given_model import takes_model
 
 # Components with the largest means that get a claim of their own.
 _CLAIMED = 3
 
 
+@takes_model
 def direct_writes(model: Decoder, task: Task, *, seed: int = 0) -> DecompositionResult:
     """Split the answer's logit (difference) on the clean prompts over what wrote it.
 

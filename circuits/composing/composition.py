@@ -38,6 +38,7 @@ from headstream.circuits.qk_ov.head_factors import (
 )
 from headstream.circuits.qk_ov.weights import qk_circuit
 from headstream.models.arguments import check_count, check_seed
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -50,6 +51,7 @@ PAIR = ("earlier_layer", "earlier_head", "later_layer", "later_head")
 _ROUNDING = 2.0**-44
 
 
+@takes_model
 def composition_scores(
     model: Decoder,
     *,

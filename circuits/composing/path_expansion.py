@@ -36,6 +36,7 @@ from headstream.circuits.composing.path_list import Heads, allowed_order, list_p
 from headstream.circuits.qk_ov.head_factors import ReadingNorm, layer_norm
 from headstream.circuits.stream.attribution import Readout, TokenIds, readout_of, row_positions
 from headstream.models.errors import ExactnessError
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _BYTES = 2**28  # of path states held at once
 
 
+@takes_model
 def expand_paths(
     model: Decoder,
     tokens: Any,

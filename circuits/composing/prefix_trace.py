@@ -27,11 +27,13 @@ from headstream.circuits.qk_ov.head_factors import check_norms, ov_factors, qk_f
 from headstream.circuits.qk_ov.weights import qk_circuit
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 def prefix_matching_trace(
     model: Decoder,
     tokens: Any,

@@ -32,6 +32,7 @@ from headstream.circuits.qk_ov.head_factors import (
 )
 from headstream.circuits.selection import heads_by_layer
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Subspaces(NamedTuple):
     rank: Int[Tensor, " head"]
 
 
+@takes_model
 def subspace_overlap(model: Decoder, *, norms: str = "folded") -> xr.Dataset:
     """Mean squared cosine between what each head writes and what each later head reads.
 
@@ -106,6 +108,7 @@ def subspace_overlap(model: Decoder, *, norms: str = "folded") -> xr.Dataset:
     )
 
 
+@takes_model
 def principal_cosines(
     model: Decoder, earlier: Sequence[int], later: Sequence[int], *, norms: str = "folded"
 ) -> xr.DataArray:

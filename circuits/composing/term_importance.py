@@ -31,6 +31,7 @@ from headstream.circuits.labels import percentile_interval
 from headstream.circuits.qk_ov.head_factors import ReadingNorm, layer_norm, reading_norm
 from headstream.models.arguments import check_mask, check_seed
 from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.loss import next_token_loss
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ Array = npt.NDArray[np.floating]
 _BYTES = 2**28  # of patterns, or of logits, held at once
 
 
+@takes_model
 def importance_by_order(
     model: Decoder,
     tokens: Any,

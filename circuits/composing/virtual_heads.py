@@ -23,6 +23,7 @@ from headstream.circuits.composing.frozen_run import freeze_run
 from headstream.circuits.qk_ov.head_factors import check_norms, ov_factors, reading_norm
 from headstream.circuits.selection import head_pair, heads_by_layer
 from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class VirtualHead:
         return f"<virtual head {self.name}: {batch} x {size} positions, rank <= {self.ov.mdim}>"
 
 
+@takes_model
 def virtual_head(
     model: Decoder,
     tokens: Any,
@@ -109,6 +111,7 @@ def virtual_head(
     )
 
 
+@takes_model
 def virtual_ov(
     model: Decoder,
     heads: Sequence[Sequence[int]],

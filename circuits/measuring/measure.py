@@ -23,6 +23,7 @@ from headstream.circuits.measuring.statistic import LinearStatistic, Statistic
 from headstream.circuits.measuring.token_batch import TokenBatch
 from headstream.models.arguments import check_backend, check_cache, check_mask
 from headstream.models.errors import BackendError, ShapeError, TokenError
+from headstream.models.given_model import takes_model
 from headstream.models.hook_point import HookFunction
 from headstream.models.kv_cache import KVCache
 from headstream.models.vocabulary import check_tokens
@@ -34,6 +35,7 @@ Done = Callable[[dict[str, Tensor]], None]
 Hooks = list[tuple[str, HookFunction]]
 
 
+@takes_model
 def measure_attention(
     model: Decoder,
     tokens: Any,
@@ -88,6 +90,7 @@ def measure_attention(
         return labelled(run.measure(progress), run.statistics, run.batch, per_position=per_position)
 
 
+@takes_model
 def attention_statistics(
     model: Decoder,
     tokens: Any,

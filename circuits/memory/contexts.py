@@ -20,6 +20,7 @@ from headstream.circuits.selection import indices
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_count, check_mask
 from headstream.models.errors import ExactnessError
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.vocabulary import check_tokens
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 def neuron_key_contexts(
     model: Decoder,
     layer: int,

@@ -25,6 +25,7 @@ from torch import Tensor
 from headstream.circuits.qk_ov.copying import require_finite
 from headstream.circuits.selection import indices
 from headstream.models.errors import ConfigError
+from headstream.models.given_model import takes_model
 from headstream.models.mlp import ACTIVATIONS
 from headstream.models.norms import LayerNorm, NoNorm
 
@@ -73,6 +74,7 @@ class MLPMemory:
         )
 
 
+@takes_model
 def mlp_memory(model: Decoder, layer: int) -> MLPMemory:
     """The MLP of a layer as keys and values.
 

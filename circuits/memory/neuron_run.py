@@ -22,6 +22,7 @@ from headstream.circuits.memory.keys_values import fire, keys_of, labelled, requ
 from headstream.circuits.stream.attribution import Readout, TokenIds, readout_of, row_positions
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.errors import ExactnessError, ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.mlp import ACTIVATIONS
 
@@ -109,6 +110,7 @@ class NeuronRun:
         )
 
 
+@takes_model
 def neuron_activations(
     model: Decoder,
     tokens: Tensor,

@@ -22,12 +22,14 @@ from headstream.circuits.qk_ov.token_vectors import token_vectors
 from headstream.circuits.selection import indices
 from headstream.models.arguments import check_count
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.norms import LayerNorm, NoNorm, make_norm
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 def neuron_key_tokens(
     model: Decoder,
     layer: int,
@@ -97,6 +99,7 @@ def neuron_key_tokens(
     )
 
 
+@takes_model
 def neuron_value_tokens(
     model: Decoder,
     layer: int,

@@ -27,6 +27,7 @@ from headstream.circuits.qk_ov.copying import require_finite
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError, TokenError
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _LEAST = 4  # tokens of a sample
 _BATCH = 32  # sequences run at once
 
 
+@takes_model
 def behavioural_copying_score(
     model: Decoder, *, n: int = 64, length: int = 25, seed: int = 0
 ) -> xr.Dataset:

@@ -27,6 +27,7 @@ from torch import Tensor
 from headstream.circuits.qk_ov.score_split import ScoreSplit, checked_split, run_scores
 from headstream.circuits.qk_ov.weights import check_head
 from headstream.models.arguments import check_mask, token_positions
+from headstream.models.given_model import takes_model
 from headstream.models.positions import RotaryTables, rotary_tables, rotate
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _VECTORS = {
 Inputs = dict[str, Float[Tensor, "batch pos d_model"]]
 
 
+@takes_model
 def score_terms(
     model: Decoder,
     tokens: Tensor,

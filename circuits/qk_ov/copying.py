@@ -25,6 +25,7 @@ from headstream.circuits.qk_ov.token_vectors import check_embedding, effective_e
 from headstream.circuits.qk_ov.weights import ov_circuit
 from headstream.models.arguments import check_count, check_seed
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ROWS = 256
 
 
+@takes_model
 def copying_score(
     model: Decoder,
     *,

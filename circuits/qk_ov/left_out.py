@@ -21,6 +21,7 @@ from torch import Tensor
 from headstream.circuits.qk_ov.token_vectors import token_vectors
 from headstream.circuits.qk_ov.weights import check_distance, check_head, check_space, turn_rows
 from headstream.models.errors import ConfigError, nearest
+from headstream.models.given_model import takes_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Circuit = Literal["qk", "ov"]
 
 
+@takes_model
 def qk_bias(
     model: Decoder,
     layer: int,
@@ -78,6 +80,7 @@ def qk_bias(
     )
 
 
+@takes_model
 def ov_bias(model: Decoder, layer: int, head: int, *, space: str = "vocab") -> xr.DataArray:
     """The constant that a head writes through its value bias: b_V W_O, or b_V W_O W_U.
 
@@ -100,6 +103,7 @@ def ov_bias(model: Decoder, layer: int, head: int, *, space: str = "vocab") -> x
     return xr.DataArray(write.cpu().numpy(), dims=("output",), attrs={"space": space})
 
 
+@takes_model
 def circuit_caveats(
     model: Decoder, layer: int, *, circuit: str = "qk", space: str = "vocab"
 ) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from headstream.circuits.qk_ov.token_vectors import normalised_tokens
 from headstream.circuits.qk_ov.weights import FARTHEST, check_head
 from headstream.circuits.selection import whole
 from headstream.models.errors import ConfigError, ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.positions import rotary_tables
 from headstream.models.vocabulary import check_tokens
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _LIMIT = 2**31
 
 
+@takes_model
 def score_frequencies(
     model: Decoder,
     tokens: Tensor,
@@ -97,6 +99,7 @@ def score_frequencies(
     return dataclasses.replace(found, terms=found.terms.assign_coords(frequency=frequency))
 
 
+@takes_model
 def distance_profile(
     model: Decoder,
     layer: int,

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstream.models.errors import ConfigError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.mlp import MLP
 from headstream.models.norms import make_norm
 
@@ -28,6 +29,7 @@ Embedding = Literal["plain", "effective"]
 _BYTES = 2**26
 
 
+@takes_model
 def effective_embedding(model: Decoder) -> Float[Tensor, "d_vocab d_model"]:
     """The embedding of every token plus what layer 0's MLP writes when it sees that alone.
 

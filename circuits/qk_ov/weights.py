@@ -33,6 +33,7 @@ from headstream.circuits.qk_ov.token_vectors import check_embedding, token_vecto
 from headstream.circuits.selection import whole
 from headstream.models.config import DecoderConfig
 from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.positions import rotary_tables, rotate
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ Space = Literal["vocab", "residual"]
 FARTHEST = 2**31
 
 
+@takes_model
 def qk_circuit(
     model: Decoder,
     layer: int,
@@ -93,6 +95,7 @@ def qk_circuit(
     return FactoredMatrix(query, key.mT)
 
 
+@takes_model
 def ov_circuit(
     model: Decoder, layer: int, head: int, *, space: str = "vocab", embedding: str = "plain"
 ) -> FactoredMatrix:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headstream.models.arguments import check_count
 from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.norms import LayerNorm, NoNorm, RMSNorm, make_norm
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Scale = Literal["own", "frozen"]
 
 
+@takes_model
 def logit_lens(
     model: Decoder,
     tokens: Tensor,

@@ -39,6 +39,7 @@ from headstream.circuits.stream.writes import (
 )
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.errors import ConfigError, ShapeError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
 from headstream.models.positions import RotaryTables, count_positions, rotary_tables, rotate
@@ -195,6 +196,7 @@ class HeadReads:
         return turned[:, 0]
 
 
+@takes_model
 def residual_reads(
     model: Decoder,
     tokens: Tensor,

@@ -37,6 +37,7 @@ from headstream.circuits.stream.writes import (
 )
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.errors import ExactnessError, HookError, nearest
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.names import hook_table
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 def decompose_residual(
     model: Decoder,
     tokens: Tensor,

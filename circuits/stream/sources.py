@@ -26,6 +26,7 @@ from headstream.circuits.stream.source_tokens import LayerRun, attended_with, la
 from headstream.circuits.stream.writes import has_visible_key
 from headstream.circuits.undisturbed import undisturbed
 from headstream.models.errors import ShapeError
+from headstream.models.given_model import takes_model
 from headstream.models.hooks import capture
 from headstream.models.names import head_name
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
 
 
+@takes_model
 def source_writes(
     model: Decoder,
     tokens: Tensor,
@@ -80,6 +82,7 @@ def source_writes(
     return _labelled(values, ("source", "example", "pos", "d_model"), source=sources.names)
 
 
+@takes_model
 def source_attribution(
     model: Decoder,
     tokens: Tensor,
@@ -148,6 +151,7 @@ def source_attribution(
     return array.rename("attribution").assign_attrs(attrs)
 
 
+@takes_model
 def source_reads(
     model: Decoder,
     tokens: Tensor,

@@ -74,6 +74,7 @@ def induction(
                 number(at["restored"]),
             ]
             rows.append([f"L{layer}H{head}", *cells, str(at["label"].item())])
+    scan = details["scan"]
     header = ["head", "least", "gaps", "pos.", "cont.", "copy", "alone", "rest.", "label"]
     shown = ", ".join(map(str, details["distances"]))
     notes = [
@@ -81,7 +82,9 @@ def induction(
         f"the same at random gaps in {details['length']} tokens; pos., cont.: the most at the "
         "same positions with other content, and as far back with the content elsewhere",
         f"chance {float(data['chance'].mean()):.3f}; alone: loss in nats when the head is cut; "
-        "rest.: share of the joint cut that it takes back, restored alone",
+        "rest.: share of the joint cut that it takes back, restored alone; fixed distances: "
+        f"looked for from {scan['nearest']} to {scan['farthest']} tokens, in {scan['sequences']} "
+        f"random sequences of {scan['length']}",
         *details["notes"],
         *(f"{claim.evidence}: {claim.statement} ({claim.reason})" for claim in result.claims[:1]),
         result.summary(),

@@ -76,7 +76,12 @@ def test_the_table_names_only_what_was_shown(found) -> None:
     (terms,) = blocks_of(induction(study(found)), Terms)
     words = {term.word: term.text for term in terms.terms}
     assert words["Cut together"].startswith("L1H2: +3.495 nats")
-    assert "decides nothing" in words["As many other heads"]
+    assert "decides nothing" in words["Other heads"]
+    assert "L0H1 (previous-token)" in words["Other heads"]
+    assert words["Fixed distances"] == (
+        "looked for from 3 to 39 tokens, in 16 random sequences of 48"
+    )
+    assert "that of a uniform guess 3.466" in words["Loss on what repeats predict"]
 
 
 def test_a_decoy_is_drawn_with_controls_as_high_as_its_score(decoy) -> None:
@@ -137,6 +142,8 @@ def test_a_standard_study_says_once_what_a_head_does() -> None:
     assert said == {"heads.L0H1"}, "neither the pattern again, nor that it is open"
 
 
-def test_a_model_that_repeats_nothing_is_not_asked() -> None:
+def test_a_model_that_repeats_nothing_is_asked_as_well_and_nothing_is_cut() -> None:
     results = standard_study(load("backcopy-1l"), n=6, progress=False)
-    assert "induction" not in {result.kind for result in results}
+    (found,) = [result for result in results if result.kind == "induction"]
+    assert found.details["joint"] is None
+    assert "no induction head" in found.summary()

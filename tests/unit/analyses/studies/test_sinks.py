@@ -17,6 +17,7 @@ from headstream.analyses.studies.sinks import sinks
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import ShapeError, TokenError
+from headstream.models.store import load
 from headstream.models.zoo.constructed import constructed_induction
 
 LENGTH = 16
@@ -79,7 +80,10 @@ def test_the_summary_and_the_file(constructed: SinksResult, tmp_path: Path) -> N
     words = constructed.summary()
     assert words.startswith("1 of 8 heads rest on the first token: L1H2 1.00")
     assert "sink rate 12.5% at eps = 0.3, T = 16" in words
-    assert "cutting it moves the loss: L1H2 (n = 8)" in words
+    cost = float(constructed.data["effect"].sel(cut="redistributed", layer=1, head=2))
+    assert f"cutting it raises the loss: L1H2 {cost:+.2f} nats (n = 8)" in words
+    (claim,) = [c for c in constructed.claims if c.id == "sinks.L1H2.redistributed"]
+    assert claim.statement.endswith("its weight redistributed, raises the loss")
     path = constructed.save(tmp_path / "sinks.json")
     again = load_result(path)
     assert isinstance(again, SinksResult)
@@ -180,3 +184,35 @@ def test_a_weight_that_is_no_number_is_named() -> None:
         model.blocks[0].attn.W_V[0, 0, 0] = torch.nan
     with pytest.raises(ShapeError, match="W_V"):
         sinks(model, n=6, length=8)
+
+
+def test_a_cut_that_helps_is_told_as_such() -> None:
+    """What the head writes after reading BOS lowers the right logit: without it the loss falls."""
+    tokens = without_repeats(8)
+    model = constructed_induction()
+    with torch.no_grad():
+        attn = model.blocks[1].attn
+        # The induction head gives BOS itself a value: it is announced as the next token.
+        attn.W_V[2, 0, 0] = 1.0
+    result = sinks(model, tokens=tokens)
+    cost = float(result.data["effect"].sel(cut="dropped", layer=1, head=2))
+    assert cost < -0.5
+    assert f"cutting it lowers the loss: L1H2 {cost:+.2f} nats" in result.summary()
+    (claim,) = [c for c in result.claims if c.id == "sinks.L1H2.dropped"]
+    assert claim.evidence is Evidence.CAUSAL
+    assert claim.statement.endswith("its weight dropped, lowers the loss")
+
+
+def test_without_a_sink_the_summary_does_not_speak_of_one() -> None:
+    words = sinks(load("decoy-2l"), n=8).summary()
+    assert words.startswith("no head of 4 rests on the first token")
+    assert "cutting the little that is there raises the loss: L1H0 +0." in words
+    assert "cutting it" not in words
+
+
+def test_logits_that_overflow_are_refused() -> None:
+    model = Decoder(CONFIG)
+    with torch.no_grad():
+        model.unembed.W_U.mul_(1e38)
+    with pytest.raises(ShapeError, match=r"not finite: its logits overflow torch\.float32"):
+        sinks(model, n=4, length=10)
