@@ -1,7 +1,8 @@
 """What a patching sweep costs beside TransformerLens' own.
 
     python benchmarks/bench_patching.py             everything, about fifteen minutes on two cores
-    python benchmarks/bench_patching.py z resid_pre some parts: z, large, resid_pre, q, k, v, edge
+    python benchmarks/bench_patching.py z resid_pre some parts: z, large, resid_pre, q, k, v, edge,
+                                                    path
     THREADS=1 python ...                            two by default
 
 One pair of prompts, that differ at every position, so that no site is left out because nothing
@@ -29,6 +30,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from path_recipe import HeadPath, head_paths, recipe
 
 THREADS = int(os.environ.get("THREADS", "2"))
 SMALL = {"n_layers": 4, "n_heads": 8, "d_model": 256, "d_head": 32, "d_mlp": 1024, "d_vocab": 1000}
@@ -131,7 +134,19 @@ PARTS = {
         every=24,
         compared=24,
     ),
-    # A row for path sweeps comes with `path_patch`.
+    "path": Part(
+        "paths: every head to q, k and v of every later head, 4 x 8, MLPs held",
+        ">= 5x",
+        SMALL,
+        64,
+        "path",
+        "all",
+        "",
+        "",
+        ("path",),
+        every=4,
+        compared=4,
+    ),
 }
 
 
@@ -211,6 +226,8 @@ def native(part: Part) -> Any:
 
 def our_sweep(part: Part) -> tuple[Callable[[], Any], int]:
     """A function that runs the sweep and returns [cell] in the grid's order, and its size."""
+    if part.site == "path":
+        return our_paths(part)
     import numpy as np
 
     from headstream.analyses.patching.engines import open_sweep
@@ -232,6 +249,46 @@ def our_sweep(part: Part) -> tuple[Callable[[], Any], int]:
     return job, size
 
 
+def our_paths(part: Part) -> tuple[Callable[[], Any], int]:
+    """The same over paths, in the order of `path_recipe.head_paths`."""
+    import numpy as np
+
+    from headstream.analyses.patching.paths.ends import ends_of
+    from headstream.analyses.patching.paths.engines import open_paths
+    from headstream.analyses.patching.paths.plan import PathPlan, path_blocks
+    from headstream.analyses.patching.task import Task
+
+    model, (clean, corrupted) = decoder(part), prompts(part)
+    task = Task(clean, corrupted, answer=1, wrong=2)
+    paths = every_path(part)
+    ends = ends_of(
+        model.config,
+        list(dict.fromkeys(f"L{la}H{h}" for (la, h), _ in paths)),
+        list(dict.fromkeys(f"L{la}H{h}.{what}" for _, (la, h, what) in paths)),
+    )
+    plan = PathPlan(task, *ends, positions=part.positions)
+    senders, receivers = ([end.label for end in each] for each in ends)
+    order = [
+        (senders.index(f"L{la}H{h}"), receivers.index(f"L{to}H{g}.{what}"), 0)
+        for (la, h), (to, g, what) in paths
+    ]
+    index = np.ravel_multi_index(np.array(order).T, plan.shape)
+    work = [block for block in path_blocks(plan, model.config) if block.kind == "effects"]
+
+    def job() -> Any:
+        sweep = open_paths(model, plan)
+        found = np.full(int(np.prod(plan.shape)), np.nan)
+        for block in work:
+            found[list(block.cells)] = sweep.run(block)[0, :, 0]
+        return found[index] + sweep.base["corrupted"][0, 0]
+
+    return job, len(paths)
+
+
+def every_path(part: Part) -> list[HeadPath]:
+    return head_paths(part.shape["n_layers"], part.shape["n_heads"])
+
+
 def their_sweep(part: Part, model: Any, *, every: int) -> tuple[Callable[[], Any], float]:
     """The same of TransformerLens, on every n-th site, and the share of sites that it runs."""
     import pandas as pd
@@ -239,15 +296,16 @@ def their_sweep(part: Part, model: Any, *, every: int) -> tuple[Callable[[], Any
     from transformer_lens import patching
 
     clean, corrupted = prompts(part)
+    if part.site == "path":
+        paths = every_path(part)
+        some = paths[:: every if every == 1 else every + 1]
+        return recipe(model, clean, corrupted, some, metric), len(some) / len(paths)
     index = sites(part)
     chosen = index[:: every if every == 1 else every + 1]  # + 1: not always the same head
     columns = ["layer", "head", "dest_pos", "src_pos"] if part.site == "pattern" else part.axes
     frame = pd.DataFrame(chosen, columns=list(columns))
     with torch.no_grad():
         _, cache = model.run_with_cache(clean)
-
-    def metric(logits: Any) -> Any:
-        return logits[0, -1, 1] - logits[0, -1, 2]
 
     def job() -> Any:
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
@@ -262,6 +320,10 @@ def their_sweep(part: Part, model: Any, *, every: int) -> tuple[Callable[[], Any
             )
 
     return job, len(chosen) / len(index)
+
+
+def metric(logits: Any) -> Any:
+    return logits[0, -1, 1] - logits[0, -1, 2]
 
 
 def sites(part: Part) -> list[tuple[int, ...]]:
