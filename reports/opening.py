@@ -43,7 +43,7 @@ _HEADINGS = {
     Evidence.PROVEN: "Holds by arithmetic, and was checked on this model",
 }
 _LONGEST = 300
-# What of a model's card stands in view; the whole card is folded below.
+# What of a model's card stands in view; the rest of it is folded below.
 _STORY = ("purpose", "task", "loss", "circuit")
 
 
@@ -167,9 +167,11 @@ def _origin_blocks(origin: Provenance) -> list[Block]:
         if part.word == word
     ]
     blocks: list[Block] = [Terms(tuple(terms))]
-    if card:
-        whole = tuple(Term(part.word.capitalize(), cut(part.line, 4 * _LONGEST)) for part in card)
-        blocks.append(Fold("The model's card", (Terms(whole),)))
+    shown = {term.text for term in terms}
+    whole = [(part.word.capitalize(), cut(part.line, 4 * _LONGEST)) for part in card]
+    rest = tuple(Term(word, text) for word, text in whole if text not in shown)
+    if rest:
+        blocks.append(Fold("The rest of the model's card", (Terms(rest),)))
     config = tuple(Term(key, _flat(value), code=True) for key, value in origin.config.items())
     blocks.append(Fold("Full configuration", (Terms(config),)))
     versions = tuple(Term(name, text, code=True) for name, text in origin.versions.items())

@@ -31,6 +31,7 @@ def test_the_story_of_the_card_is_in_view_in_words(samples) -> None:
     assert view["Loss"].startswith("on repeats: 0.00002 nats, best possible 0; ")
     assert "by distance" not in view["Loss"]
     assert "by distance: 4: 13.6815" in folded["Loss"]
+    assert not {"Circuit", "Purpose", "Task"} & set(folded), "said once"
     assert "loss, on repeats: 0.00002, must be below 0.02, met" in folded["Bars"]
     assert "all other: loss on repeats without 5.3464" in folded["Measured"]
 
