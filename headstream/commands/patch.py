@@ -1,33 +1,25 @@
-"""headstream patch: one causal sweep, long ones over many processes and across interruptions."""
+"""headstream patch: sites and paths patched, heads cut; long sweeps over many processes."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from headstream.cli import Model, Options, Output, cli, common
-from headstream.commands.shared import (
-    load_model,
-    number,
-    read_pairs,
-    require_room,
-    require_writable,
-)
-from headstream.console import answer, complain, printable, table
+from headstream.commands.choices import Grouped, Names, Numbers, Positions, option
+from headstream.commands.cuts import Cuts, cuts_table
+from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
+from headstream.commands.sweeps import Sweep, effects_table
+from headstream.console import answer, complain, printable
 
 if TYPE_CHECKING:
-    from headstream.analyses.patching.result import PatchingResult
-    from headstream.analyses.patching.sweep_plan import SweepPlan
-    from headstream.analyses.patching.sweeps.cost import SweepCost
     from headstream.analyses.patching.task import Task
-    from headstream.models.decoder import Decoder
+    from headstream.analyses.result import Result
 
 # What the analyses know by these names; a test compares them, since importing them loads torch.
 SITES = (
@@ -38,57 +30,36 @@ METRICS = ("logit_difference", "log_prob", "prob", "kl", "loss")
 DIRECTIONS = ("denoise", "noise")
 VALUES = ("pair", "zero", "mean", "resample")
 ENGINES = ("suffix", "hooks")
-# Rows of the table that is printed; the result holds all.
-_ROWS = 12
+HOW = ("full", "pattern_preserving")
+_WHAT, _SITES = "What is measured", "Sites"
+_PATHS, _CUTS, _LONG, _OUT = "Paths", "Cuts", "Long sweeps", "Output"
+# Which question each option belongs to; those that are not here belong to all.
+_BELONGS = {
+    "site": ("sites",),
+    "layers": ("sites",),
+    "heads": ("sites",),
+    "positions": ("sites", "paths"),
+    "direction": ("sites", "paths"),
+    "engine": ("sites", "paths"),
+    "workers": ("sites", "paths"),
+    "resume": ("sites", "paths"),
+    "values": ("sites", "cut", "redundant", "circuit"),
+    "freeze_mlps": ("paths",),
+    "how": ("cut", "redundant"),
+}
 
 
-class Numbers(click.ParamType[list[int]]):
-    """`0,2,5-7`, negative ones by themselves: `-1,-2`."""
-
-    name = "numbers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> list[int]:
-        found: list[int] = []
-        for part in str(value).split(","):
-            match = re.fullmatch(r"\s*(-?\d{1,9})(?:-(\d{1,9}))?\s*", part)
-            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-            if first > last or last - first > 10**6:
-                self.fail(f"expected numbers like 0,2,5-7, got '{value}'", param, context)
-            found += range(first, last + 1)
-        return found
-
-
-class Positions(Numbers):
-    """A word, or numbers."""
-
-    name = "positions"
-    words = ("all", "each", "roles", "edges")
-
-    def convert(  # type: ignore[override]
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> str | list[int]:
-        if str(value) in self.words:
-            return str(value)
-        if str(value).strip()[:1].isalpha() or not str(value).strip():
-            self.fail(
-                f"expected {', '.join(self.words)} or numbers like 0,-1, got '{value}'",
-                param,
-                context,
-            )
-        return super().convert(value, param, context)
-
-
-@cli.command()
+@cli.command(cls=Grouped)
 @click.argument("model", type=Model())
-@click.option(
+@option(
+    _WHAT,
     "--pairs",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE.jsonl",
     help='Your own pairs: lines of {"clean", "corrupted", "answer", "wrong"}; else the zoo task.',
 )
-@click.option(
+@option(
+    _WHAT,
     "-n",
     "n",
     type=click.IntRange(min=1),
@@ -96,66 +67,157 @@ class Positions(Numbers):
     show_default=True,
     help="Prompt pairs of a zoo task.",
 )
-@click.option("--metric", type=click.Choice(METRICS), help="What a patch is measured by.")
-@click.option(
+@option(_WHAT, "--metric", type=click.Choice(METRICS), help="What a patch or a cut is measured by.")
+@option(
+    _SITES,
     "--site",
     type=click.Choice(SITES),
     default="z",
     show_default=True,
     help="The kind of activation that is patched.",
 )
-@click.option(
+@option(
+    _SITES,
     "--positions",
     type=Positions(),
     metavar="WHERE",
     help="all, each, roles, edges (of the pattern), or numbers; else each for the stream, all for "
-    "heads.",
+    "heads and paths.",
 )
-@click.option("--direction", type=click.Choice(DIRECTIONS), default="denoise", show_default=True)
-@click.option("--values", type=click.Choice(VALUES), default="pair", show_default=True)
-@click.option("--layers", type=Numbers(), metavar="0,2,5-7", help="Only these.")
-@click.option("--heads", type=Numbers(), metavar="0,2,5-7", help="Only these (or neurons).")
-@click.option("--engine", type=click.Choice(ENGINES), default="suffix", show_default=True)
-@click.option("--workers", type=click.IntRange(min=1), help="Processes, of one thread each.")
-@click.option(
+@option(
+    _SITES,
+    "--direction",
+    type=click.Choice(DIRECTIONS),
+    default="denoise",
+    show_default=True,
+    help="denoise: clean values into the corrupted run; noise: the reverse. Of paths too.",
+)
+@option(
+    _SITES,
+    "--values",
+    type=click.Choice(VALUES),
+    help="What is put in: from the pair's other run (sites), zero (cuts), the mean (a circuit), "
+    "unless told.",
+)
+@option(_SITES, "--layers", type=Numbers(), metavar="0,2,5-7", help="Only these.")
+@option(_SITES, "--heads", type=Numbers(), metavar="0,2,5-7", help="Only these (or neurons).")
+@option(
+    _PATHS,
+    "--paths",
+    is_flag=True,
+    help="Patch paths: what a sender passes to one receiver alone. All of them, unless told:",
+)
+@option(
+    _PATHS,
+    "--from",
+    "senders",
+    type=Names(),
+    metavar="L0H1,...",
+    help="Senders: embed, L0H1, L0MLP, heads, mlps.",
+)
+@option(
+    _PATHS,
+    "--to",
+    "receivers",
+    type=Names(),
+    metavar="L1H2.k,...",
+    help="Receivers: L1H2.q .k .v (L1KV0.k if shared), L1H2 (all three), q, k, v, L1MLP, mlps, "
+    "logits.",
+)
+@option(
+    _PATHS,
+    "--freeze-mlps/--no-freeze-mlps",
+    default=True,
+    show_default=True,
+    help="Whether MLPs between the two are held, or a path leads through them too.",
+)
+@option(
+    _CUTS,
+    "--cut",
+    type=Names(),
+    multiple=True,
+    metavar="L0H1,L1H2",
+    help="Ablate these heads, each alone and all together; may be given several times. heads: "
+    "every head alone.",
+)
+@option(
+    _CUTS,
+    "--redundant",
+    type=Names(),
+    metavar="L1H0,L1H2",
+    help="Which of these heads could stand in for the others: all cut, one restored.",
+)
+@option(
+    _CUTS,
+    "--circuit",
+    type=Names(),
+    metavar="L0H1,L1H2",
+    help="Faithfulness and completeness of these heads, beside random sets of their size.",
+)
+@option(
+    _CUTS,
+    "--how",
+    type=click.Choice(HOW),
+    help="Whether all that follows a cut reacts (full, the default), or every head attends as "
+    "before.",
+)
+@option(
+    _LONG,
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="suffix",
+    show_default=True,
+    help="suffix recomputes what a patch changes; hooks is the definition.",
+)
+@option(_LONG, "--dry-run", is_flag=True, help="Say what it would cost, and stop.")
+@option(_LONG, "--workers", type=click.IntRange(min=1), help="Processes, of one thread each.")
+@option(
+    _LONG,
     "--resume",
     type=click.Path(file_okay=False),
     metavar="FOLDER",
     help="Keep finished blocks there; the same command goes on from them.",
 )
-@click.option(
-    "-o", "--output", type=Output(), metavar="FILE", help="Save the result: .json, or .html."
+@option(
+    _OUT, "-o", "--output", type=Output(), metavar="FILE", help="Save the result: .json, or .html."
 )
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--dry-run", is_flag=True, help="Say what it would cost, and stop.")
+@option(_OUT, "--force", is_flag=True, help="Replace FILE if it exists.")
 @common
+@click.pass_context
 def patch(
+    context: click.Context,
     options: Options,
     model: str,
     pairs: str | None,
     n: int,
     metric: str | None,
-    workers: int | None,
-    resume: str | None,
     output: str | None,
     force: bool,
     dry_run: bool,
-    **sweep: Any,
+    **asked: Any,
 ) -> int:
-    """Patch one kind of site of MODEL, cell by cell, and say what that does to the answer.
+    """Change MODEL inside, and say what that does to the answer.
 
-    Long sweeps: --dry-run says what it would cost, --workers spreads it over processes, --resume
-    keeps what is finished through a kill, a crash or Ctrl-C.
+    \b
+    headstream patch MODEL                          heads: their output from the other run
+    headstream patch MODEL --site resid_pre         the stream, by layer and position
+    headstream patch MODEL --paths                  every path from a sender to a receiver
+    headstream patch MODEL --from L0H1 --to L1H2.k  one path
+    headstream patch MODEL --cut heads              every head cut (ablated), one by one
+    headstream patch MODEL --cut L0H1,L1H2          two heads cut, alone and together
+    headstream patch MODEL --redundant L0H0,L0H2    heads that stand in for one another
+    headstream patch MODEL --circuit L0H1,L1H2      how much of the model these heads are
     """
+    question = _question(context, asked)
     if output is not None:
         if Path(output).suffix not in (".json", ".html"):
             raise click.UsageError(f"'{output}' must end in .json or .html")
         require_writable(Path(output), force)
-    if resume is not None:
-        if not resume:
+    if asked["resume"] is not None:
+        if not asked["resume"]:
             raise click.UsageError("the folder of --resume is empty: name one")
-        require_room(Path(resume))
-    from headstream.analyses.patching.patch import planned
+        require_room(Path(asked["resume"]))
+    study = _study(question, asked)
     from headstream.analyses.patching.task import Task
 
     loaded = load_model(model)
@@ -166,21 +228,75 @@ def patch(
         if metric is not None:
             task = _measured_by(task, metric)
     if dry_run:
-        plan = planned(loaded, task, **sweep, seed=options.seed)
-        return _dry_run(options, loaded, plan, sweep["engine"], workers, resume)
+        study.cost(options, loaded, task)
+        return 0
     try:
-        result = _run(options, loaded, task, sweep, workers, resume)
+        result = study.run(options, loaded, task)
     except KeyboardInterrupt as stopped:
         kept = "; ".join(getattr(stopped, "__notes__", ["nothing was finished"]))
         complain(f"stopped; {kept}", "", "Interrupted", as_json=options.as_json)
         return 130
-    command = _command(options, model, pairs, n, metric, sweep)
+    command = _command(options, model, pairs, n, metric, question, asked)
     result = replace(result, provenance=replace(result.provenance, command=command))
-    lines = [*_table(result), textwrap.fill(printable(result.summary()), 80)]
+    found = effects_table(result) if isinstance(study, Sweep) else cuts_table(result)
+    lines = [*found, textwrap.fill(printable(result.summary()), 80)]
     if output is not None:
         lines.append(_write(result, output))
     answer(result.to_json(), "\n".join(lines), as_json=options.as_json)
     return 0
+
+
+def _question(context: click.Context, asked: dict[str, Any]) -> str:
+    """Which of the four is asked; what belongs to another is refused."""
+    paths = asked["paths"] or asked["senders"] is not None or asked["receivers"] is not None
+    found = ["paths"] if paths else []
+    found += [name for name in ("cut", "redundant", "circuit") if asked[name]]
+    if len(found) > 1:
+        raise click.UsageError(f"--{found[0]} and --{found[1]} ask two things; give one of them")
+    question = found[0] if found else "sites"
+    for name, questions in _BELONGS.items():
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and question not in questions:
+            flag = _FLAGS.get(name, f"--{name}")
+            if question == "sites":
+                raise click.UsageError(f"{flag} needs {_either(questions)}")
+            raise click.UsageError(
+                f"{flag} does not go with --{question}; "
+                + ("leave it out" if "sites" in questions else f"it needs {_either(questions)}")
+            )
+    if question != "sites" and question != "circuit" and asked["values"] == "pair":
+        raise click.UsageError(
+            f"--values pair does not go with --{question}; give zero, mean or resample"
+        )
+    return question
+
+
+def _either(questions: tuple[str, ...]) -> str:
+    return " or ".join(f"--{name}" for name in questions)
+
+
+def _study(question: str, asked: dict[str, Any]) -> Sweep | Cuts:
+    if question not in ("sites", "paths"):
+        return Cuts(**{name: asked[name] for name in _ASKED[question]})
+    arguments = {name: asked[name] for name in _ASKED[question]}
+    if question == "sites":
+        arguments["values"] = asked["values"] or "pair"
+    return Sweep(question == "paths", arguments, asked["workers"], asked["resume"])
+
+
+# What decides the numbers of each question, in the order that it is told in.
+_ASKED: dict[str, tuple[str, ...]] = {
+    "sites": ("site", "positions", "direction", "values", "layers", "heads", "engine"),
+    "paths": ("senders", "receivers", "freeze_mlps", "positions", "direction", "engine"),
+    **dict.fromkeys(
+        ("cut", "redundant", "circuit"), ("cut", "redundant", "circuit", "values", "how")
+    ),
+}
+_FLAGS = {
+    "senders": "--from",
+    "receivers": "--to",
+    "freeze_mlps": "--freeze-mlps/--no-freeze-mlps",
+}
 
 
 def _measured_by(task: Task, metric: str) -> Task:
@@ -198,57 +314,7 @@ def _measured_by(task: Task, metric: str) -> Task:
     )
 
 
-def _run(
-    options: Options,
-    model: Decoder,
-    task: Task,
-    sweep: dict[str, Any],
-    workers: int | None,
-    resume: str | None,
-) -> PatchingResult:
-    from headstream.analyses.patching.patch import patch as run
-    from headstream.analyses.patching.sweeps.workers import local_pool
-
-    with nullcontext() if workers is None else local_pool(workers) as pool:
-        return run(
-            model,
-            task,
-            **sweep,
-            seed=options.seed,
-            executor=pool,
-            resume=resume,
-            progress=options.progress,
-        )
-
-
-def _table(result: PatchingResult) -> list[str]:
-    """The sites of the largest effects, from most towards the other run to most against it."""
-    from headstream.analyses.patching.result import ranked_cells
-
-    cells = ranked_cells(result.data)
-    shown = sorted(cells, key=lambda cell: -abs(cell.mean))[:_ROWS]
-    rows = [
-        [
-            cell.label,
-            f"{cell.mean:+.3f}",
-            f"{cell.interval[0]:+.3f}",
-            f"{cell.interval[1]:+.3f}",
-            number(cell.normalized),
-            f"{cell.p_value:.4f}" if cell.p_value == cell.p_value else "-",
-            f"{cell.unrelated:+.3f}",
-            "CAUSAL" if cell.causal else "",
-        ]
-        for cell in cells
-        if cell in shown
-    ]
-    unit = result.details["metric"]["unit"]
-    header = ["site", unit, "low", "high", "of gap", "p", "unrelated", ""]
-    hidden = len(cells) - len(rows)
-    rest = [f"{hidden:,} more have smaller effects"] if hidden else []
-    return [table(header, rows), *rest]
-
-
-def _write(result: PatchingResult, output: str) -> str:
+def _write(result: Result, output: str) -> str:
     if output.endswith(".json"):
         path = result.save(output)
         page = Path(output).with_suffix(".html")
@@ -264,76 +330,20 @@ def _command(
     pairs: str | None,
     n: int,
     metric: str | None,
-    sweep: dict[str, Any],
+    question: str,
+    asked: dict[str, Any],
 ) -> str:
     """What decides the numbers, as one would type it."""
     words = ["headstream", "patch", model, "--seed", str(options.seed)]
     words += ["-n", str(n)] if pairs is None else ["--pairs", Path(pairs).name]
-    for name, value in {"metric": metric, **sweep}.items():
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        words += [] if value is None else [f"--{name}", str(value)]
+    words += [] if metric is None else ["--metric", metric]
+    words += ["--paths"] if question == "paths" else []
+    for name in _ASKED[question]:
+        flag, value = _FLAGS.get(name, f"--{name}"), asked[name]
+        if name == "freeze_mlps":
+            words.append("--freeze-mlps" if value else "--no-freeze-mlps")
+        elif name == "cut":
+            words += [word for heads in value for word in (flag, ",".join(heads))]
+        elif value is not None:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return shlex.join(words)
-
-
-def _dry_run(
-    options: Options,
-    model: Decoder,
-    plan: SweepPlan,
-    engine: str,
-    workers: int | None,
-    resume: str | None,
-) -> int:
-    from headstream.analyses.patching.sweeps.cost import sweep_cost
-    from headstream.analyses.patching.sweeps.sweep import finished_blocks
-
-    done = 0 if resume is None else finished_blocks(resume, model, plan, engine, workers)
-    cost = sweep_cost(model, plan, engine, threads=None if workers is None else 1)
-    left = cost.block_seconds * (cost.blocks - done) / (workers or 1)
-    value = asdict(cost) | {
-        "forward_equivalents": cost.forward_equivalents,
-        "workers": workers,
-        "finished": done,
-        "seconds_left": left,
-    }
-    text = "\n".join(_cost_lines(cost, plan, engine, workers, resume, done, left))
-    answer(value, text, as_json=options.as_json)
-    return 0
-
-
-def _cost_lines(
-    cost: SweepCost,
-    plan: SweepPlan,
-    engine: str,
-    workers: int | None,
-    resume: str | None,
-    done: int,
-    left: float,
-) -> list[str]:
-    rows = [
-        ("cells", f"{cost.cells:,} of {plan.site}, {len(plan.task)} pairs of prompts"),
-        ("passes", f"{cost.passes}: the effects and their controls"),
-        ("blocks", f"{cost.blocks:,}" + (f", {done:,} finished in '{resume}'" if resume else "")),
-        ("forwards", f"{cost.forwards:,} passes of all pairs, were every cell run whole"),
-        (
-            "costs",
-            f"as much as {cost.forward_equivalents:,.0f} passes with engine {engine}",
-        ),
-        (
-            "time",
-            f"about {_duration(left)}"
-            + ("" if workers is None else f" on {workers} workers, beside their start")
-            + f" ({cost.block_seconds:.2g} s a block, mean of {cost.tried} tried)",
-        ),
-    ]
-    if cost.peak_bytes is not None:
-        memory = f"about {cost.peak_bytes / 1e6:,.0f} MB a process"
-        processes = "" if workers is None else f", {workers + 1} processes"
-        rows.append(("memory", memory + processes))
-    return [f"{name:<10}{printable(words)}" for name, words in rows]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} minutes" if seconds < 7200 else f"{seconds / 3600:.3g} hours"

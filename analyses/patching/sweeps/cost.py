@@ -16,6 +16,7 @@ from headstream.analyses.patching.sweeps.plans import (
     work_of,
 )
 from headstream.analyses.patching.sweeps.workers import one_number_of_threads
+from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
 
 # Seconds after which no further block is tried.
@@ -68,19 +69,7 @@ def sweep_cost(
     # The middles of equal parts of the work, the middle one first.
     some = dict.fromkeys(of_effects[len(of_effects) * part // 10] for part in (5, 1, 9, 3, 7))
     with one_number_of_threads(threads or torch.get_num_threads()), torch.no_grad():
-        forward = min(
-            _seconds(
-                lambda: model(
-                    task.clean.to(model.device),
-                    attention_mask=None
-                    if task.attention_mask is None
-                    else task.attention_mask.to(model.device),
-                    backend=plan.backend,
-                ),
-                model.device,
-            )
-            for _ in range(2)
-        )
+        forward = forward_seconds(model, task, plan.backend)
         opened = open_plan(model, plan, engine)
         tried: dict[int, float] = {}
         began = time.perf_counter()
@@ -105,6 +94,17 @@ def sweep_cost(
         seconds=seconds,
         peak_bytes=_peak_bytes(model.device),
     )
+
+
+def forward_seconds(model: Decoder, task: Task, backend: str | None) -> float:
+    """What one forward pass of all clean prompts takes, the better of two."""
+    tokens, mask = task.clean.to(model.device), task.attention_mask
+    mask = None if mask is None else mask.to(model.device)
+    with torch.no_grad():
+        return min(
+            _seconds(lambda: model(tokens, attention_mask=mask, backend=backend), model.device)
+            for _ in range(2)
+        )
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -124,6 +124,17 @@ def test_saved_as_json_and_as_html(tmp_path: Path, capsys: Captured) -> None:
     assert "L1H2" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("where", [[], ["--positions", "edges", "--layers", "0", "--heads", "1"]])
+def test_a_page_of_the_pattern(where: list[str], tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "pattern.html"
+    arguments = ["patch", MODEL, "-n", "8", "--site", "pattern", *where, "-q", "-o", str(page)]
+    assert run(arguments) == 0
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert "Map of effects: attention patterns of heads" in text
+    assert 'class="broken"' not in text
+
+
 class TestDryRun:
     def test_says_the_cost_and_runs_nothing(
         self, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
