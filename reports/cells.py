@@ -1,7 +1,8 @@
 """A patching result as a grid of named cells: what a map and its table are drawn from.
 
-The last site axis (head, kv_head, pos or role) runs across, the others together run down. Every
-array is [row, column]; a number that the result does not give is NaN.
+The last site axis (head, kv_head, neuron, pos, role or edge) runs across, the others together run
+down; sets and layers by themselves run down. Every array is [row, column]; a number that the result
+does not give is NaN.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from headstream.reports.maps import Axis
 from headstream.reports.study import Item
 from headstream.reports.tokens import label
 
-_ORDER = ("layer", "head", "kv_head", "pos", "role")
-_SHORT = {"layer": "L", "head": "H", "kv_head": "KV"}
+_ORDER = ("set", "layer", "head", "kv_head", "neuron", "pos", "role", "edge")
+_SHORT = {"layer": "L", "head": "H", "kv_head": "KV", "neuron": "N"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +200,11 @@ def _axis(dims: list[str], places: list[tuple[Any, ...]], tokens: list[str]) -> 
             else:
                 parts.append(f"{_SHORT.get(dim, '')}{value}")
         labels.append("".join(parts))
-    titles = {"kv_head": "key/value head", "pos": "position:token"}
+    titles = {
+        "kv_head": "key/value head",
+        "pos": "position:token",
+        "edge": "edge, query <- key",
+    }
     title = " and ".join(titles.get(dim, dim) for dim in dims)
     return Axis(title, tuple(labels), tokens="pos" in dims)
 
