@@ -81,9 +81,10 @@ def page(models: Sequence[Decoder]) -> str:
         "",
         "Ours is `headstream induction MODEL`: the least score over several distances, the score "
         "at random gaps, and the most that two controls take (the same positions with other "
-        'content; as far back with the content elsewhere). "induction head" also needs the cut: '
-        "all such heads cut together must cost the loss on repeats, by the one rule, and the head "
-        "restored alone take a fifth of it back.",
+        'content; as far back with the content elsewhere). "induction head" also needs a model '
+        "that continues repeats, a head that copies, and the cut: all such heads cut together must "
+        "cost the loss on repeats, by the one rule, and the head restored alone take a fifth of "
+        "it back.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

@@ -54,7 +54,7 @@ def other_heads(joint: dict[str, Any]) -> str:
     if random["sets"] == 1:
         words = f"the only other {heads} {random['mean']:+.2f}"
         if count > 1:
-            words = f"the only {count} other {heads} {random['mean']:+.2f}"
+            words = f"all {count} other {heads} {random['mean']:+.2f}"
     else:
         words = (
             f"{count} other {heads} at random {random['mean']:+.2f}, mean of {random['sets']} "
@@ -116,7 +116,8 @@ def _cleared(result: InductionResult) -> np.ndarray:
     if bool(np.isfinite(data["content_control"]).all()):
         singles.append(score - data["content_control"])
     least = [each.min("distance").transpose(*site).values for each in singles]
-    return np.minimum.reduce([*least, *(each.transpose(*site).values for each in gaps)])
+    cleared: np.ndarray = np.minimum.reduce([*least, *(g.transpose(*site).values for g in gaps)])
+    return cleared
 
 
 def _set_claim(joint: dict[str, Any], n: int) -> Claim:
