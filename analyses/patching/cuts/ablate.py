@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
 from tqdm import tqdm
 
-from headstream.analyses.evidence import Claim, Evidence, proven
+from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.patching import inference
 from headstream.analyses.patching.cuts.head_sets import Head, all_heads, heads_of, names_of, sets_of
-from headstream.analyses.patching.cuts.inputs import (
-    SELF_CUT,
-    Opened,
-    described,
-    open_cuts,
-    values_in_words,
-)
+from headstream.analyses.patching.cuts.inputs import Opened, open_cuts
 from headstream.analyses.patching.cuts.results import AblationResult
+from headstream.analyses.patching.cuts.verdicts import Verdicts
 from headstream.analyses.patching.labelled import describe_gap
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
@@ -84,7 +78,6 @@ def ablate(
         >>> found.data["causal"].sel(cut="both").item()
         True
     """
-    inference.check_flips(n_flips)
     single = all_heads(model.config) if heads is None else heads_of(model.config, "heads", heads)
     cuts: dict[str, tuple[Head, ...]] = {head_name(*head): (head,) for head in single}
     if sets is not None:
@@ -95,6 +88,7 @@ def ablate(
         values=values,
         how=how,
         seed=seed,
+        n_flips=n_flips,
         attention_mask=attention_mask,
         from_pos=from_pos,
         backend=backend,
@@ -103,9 +97,9 @@ def ablate(
     for cut in tqdm(cuts.values(), desc="cuts", disable=None if progress else True):
         effects.append(opened.runs.effect(cut))
         control.append(opened.control.effect(cut))
-    floor, bound, self_cut = self_check(opened, model)
+    verdicts = Verdicts.of(model, opened)
     found, unmoved = np.stack(effects), np.stack(control)
-    flips = inference.sign_flips(found, n_flips=n_flips, seed=seed, floor=max(floor, self_cut))
+    flips = inference.sign_flips(found, n_flips=n_flips, seed=seed, floor=verdicts.floor)
     mean = inference.mean_over_prompts(found)
     low, high = inference.mean_interval(found, seed=seed)
     base = opened.runs.base
@@ -125,37 +119,31 @@ def ablate(
         coords={"cut": np.array(list(cuts), dtype=np.str_), "example": np.arange(len(base))},
     )
     details: dict[str, Any] = {
-        "values": values,
-        "values_in_words": values_in_words(values),
+        **verdicts.details(),
+        "values_in_words": opened.values_in_words,
         "how": how,
-        "metric": described(opened),
         "worse": opened.worse,
         "cuts": {name: names_of(cut) for name, cut in cuts.items()},
         "control": opened.control_words,
         "family": int(flips.family.sum()),
         "flips": flips.flips,
-        "self_cut_max": self_cut,
-        "self_cut_bound": bound,
-        "n": len(base),
         "examples": opened.examples,
     }
-    verdicts = [_verdict(data, i, details) for i in range(len(cuts))]
-    data["causal"] = ("cut", np.array([not failed for failed in verdicts]))
+    counts = np.isfinite(found).sum(1)
+    failed = [
+        verdicts.failed(
+            float(mean[i]), float(flips.p_value[i]), float(data["control"].values[i]), int(count)
+        )
+        for i, count in enumerate(counts)
+    ]
+    data["causal"] = ("cut", np.array([not words for words in failed]))
     return AblationResult(
         title=f"Heads of {model.name} cut",
         data=data,
         provenance=Provenance.of(model, seed=seed, backend=backend),
-        claims=_claims(data, details, verdicts),
+        claims=(verdicts.held(), *_claims(data, details, failed)),
         details=details,
     )
-
-
-def self_check(opened: Opened, model: Decoder) -> tuple[float, float, float]:
-    """Rounding of the scores, the bound on a cut with own values, and the largest such effect."""
-    size = float(np.abs(opened.runs.base).max())
-    floor = 4 * torch.finfo(model.dtype).eps * size
-    bound = SELF_CUT * max(size, 1.0)
-    return floor, bound, opened.runs.self_cut(all_heads(model.config))
 
 
 def _lost(opened: Opened, effects: np.ndarray, mean: np.ndarray, seed: int) -> dict[str, Any]:
@@ -175,41 +163,19 @@ def _lost(opened: Opened, effects: np.ndarray, mean: np.ndarray, seed: int) -> d
     }
 
 
-def _verdict(data: xr.Dataset, i: int, details: dict[str, Any]) -> list[str]:
-    return inference.failed_conditions(
-        mean=float(data["mean"].values[i]),
-        p_value=float(data["p_value"].values[i]),
-        unrelated=float(data["control"].values[i]),
-        n=int(np.isfinite(data["effects"].values[i]).sum()),
-        unit=details["metric"]["unit"],
-        self_patch_held=details["self_cut_max"] <= details["self_cut_bound"],
-        examples=details["examples"],
-        control=details["control"],
-    )
-
-
 def _claims(
-    data: xr.Dataset, details: dict[str, Any], verdicts: list[list[str]]
+    data: xr.Dataset, details: dict[str, Any], failed: list[list[str]]
 ) -> tuple[Claim, ...]:
+    """Of the cuts with the label, and the largest few without, most harm first."""
     mean = data["mean"].values
     largest = float(np.nanmax(np.abs(mean), initial=0.0))
     harm = np.argsort(-details["worse"] * mean, kind="stable").tolist()
     left = [
         i
         for i in sorted(harm, key=lambda i: -abs(mean[i]))
-        if verdicts[i] and abs(mean[i]) > _NOTABLE_PART * largest
+        if failed[i] and abs(mean[i]) > _NOTABLE_PART * largest
     ][:_NOTABLE]
-    held = proven(
-        "self_cut.z",
-        "heads that are cut to the values they have change nothing",
-        error=details["self_cut_max"],
-        bound=details["self_cut_bound"],
-        reason=f"largest |effect| in {details['metric']['unit']}, all heads at once",
-    )
-    return (
-        held,
-        *(_claim(data, i, details, verdicts[i]) for i in harm if not verdicts[i] or i in left),
-    )
+    return tuple(_claim(data, i, details, failed[i]) for i in harm if not failed[i] or i in left)
 
 
 def _claim(data: xr.Dataset, i: int, details: dict[str, Any], failed: list[str]) -> Claim:

@@ -20,12 +20,12 @@ import numpy as np
 import xarray as xr
 from tqdm import tqdm
 
-from headstream.analyses.evidence import Claim, Evidence, proven
+from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.patching import inference
-from headstream.analyses.patching.cuts.ablate import self_check
 from headstream.analyses.patching.cuts.head_sets import Head, all_heads, heads_of, names_of
-from headstream.analyses.patching.cuts.inputs import described, open_cuts, values_in_words
+from headstream.analyses.patching.cuts.inputs import open_cuts
 from headstream.analyses.patching.cuts.results import FaithfulnessResult
+from headstream.analyses.patching.cuts.verdicts import Verdicts
 from headstream.analyses.patching.labelled import describe_gap
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
@@ -80,7 +80,6 @@ def faithfulness(
         >>> round(found.faithfulness, 3), round(found.left, 3) + 0.0
         (1.0, 0.0)
     """
-    inference.check_flips(n_flips)
     chosen = heads_of(model.config, "circuit", circuit)
     everything = all_heads(model.config)
     if len(chosen) == len(everything):
@@ -95,6 +94,7 @@ def faithfulness(
         task_or_tokens,
         values=values,
         seed=seed,
+        n_flips=n_flips,
         attention_mask=attention_mask,
         from_pos=from_pos,
         backend=backend,
@@ -111,20 +111,17 @@ def faithfulness(
     random_kept, random_without = scores[3::2], scores[4::2]
     present = np.isfinite(empty)
     gap, refused = describe_gap((full - empty)[present], opened.metric.unit, seed=seed)
-    floor, bound, self_cut = self_check(opened, model)
+    verdicts = Verdicts.of(model, opened)
     moved = np.stack([kept - empty, full - without])
-    flips = inference.sign_flips(moved, n_flips=n_flips, seed=seed, floor=max(floor, self_cut))
+    flips = inference.sign_flips(moved, n_flips=n_flips, seed=seed, floor=verdicts.floor)
     random_moved = (random_kept - empty, full - random_without)
-    verdicts = [
-        inference.failed_conditions(
-            mean=float(inference.mean_over_prompts(moved[i])),
-            p_value=float(flips.p_value[i]),
-            unrelated=float(inference.mean_over_prompts(random_moved[i]).mean()),
-            n=int(present.sum()),
-            unit=opened.metric.unit,
-            self_patch_held=self_cut <= bound,
-            examples=opened.examples,
-            control="random sets of the same size do as much",
+    failed = [
+        verdicts.failed(
+            float(inference.mean_over_prompts(moved[i])),
+            float(flips.p_value[i]),
+            float(inference.mean_over_prompts(random_moved[i]).mean()),
+            int(present.sum()),
+            excludes="random sets of the same size do as much",
         )
         for i in range(2)
     ]
@@ -138,7 +135,7 @@ def faithfulness(
     choices = {
         "unit": "attention heads (z before W_O); embeddings, MLPs and biases are always there",
         "nodes or edges": "nodes: a cut head is cut for everything that reads it",
-        "values": values_in_words(values),
+        "values": opened.values_in_words,
         "positions": "all",
         "direction": f"heads are cut in the run on the {'clean ' if opened.gap is not None else ''}"
         "prompts",
@@ -148,18 +145,14 @@ def faithfulness(
     details: dict[str, Any] = {
         "circuit": names_of(chosen),
         "choices": choices,
-        "values": values,
+        **verdicts.details(),
         **{name: {k: v for k, v in part.items() if k != "random"} for name, part in parts.items()},
         "gap": gap,
         "refused": refused and refused.replace("clean and corrupted", "the whole model and none"),
-        "metric": described(opened),
         "n_random": len(others),
         "all_sets": every_set,
         "random_sets": [names_of(other) for other in others],
         "p_values": [float(p) for p in flips.p_value],
-        "self_cut_max": self_cut,
-        "self_cut_bound": bound,
-        "n": len(full),
     }
     data = xr.Dataset(
         {
@@ -176,7 +169,7 @@ def faithfulness(
         title=f"A circuit of {len(chosen)} heads of {model.name}, and the rest",
         data=data,
         provenance=Provenance.of(model, seed=seed, backend=backend),
-        claims=_claims(details, verdicts),
+        claims=(verdicts.held(), *_claims(details, failed)),
         details=details,
     )
 
@@ -235,23 +228,16 @@ def _share(
     }
 
 
-def _claims(details: Mapping[str, Any], verdicts: list[list[str]]) -> tuple[Claim, ...]:
+def _claims(details: Mapping[str, Any], failed: list[list[str]]) -> tuple[Claim, ...]:
     names, noun = ", ".join(details["circuit"]), details["metric"]["noun"]
-    held = proven(
-        "self_cut.z",
-        "heads that are cut to the values they have change nothing",
-        error=details["self_cut_max"],
-        bound=details["self_cut_bound"],
-        reason=f"largest |effect| in {details['metric']['unit']}, all heads at once",
-    )
     said = "; ".join(f"{what}: {choice}" for what, choice in details["choices"].items())
-    claims = [held]
-    for (part, id, words, than), failed, p_value in zip(
+    claims = []
+    for (part, id, words, than), reasons, p_value in zip(
         (
             ("faithfulness", "circuit.faithful", "carries", "keep less"),
             ("left", "circuit.complete", "is needed for", "leave more"),
         ),
-        verdicts,
+        failed,
         details["p_values"],
     ):
         found = details[part]
@@ -262,12 +248,12 @@ def _claims(details: Mapping[str, Any], verdicts: list[list[str]]) -> tuple[Clai
             else f"{100 * found['percentile']:.0f}% of {details['n_random']} other sets of "
             f"{len(details['circuit'])} heads {than} (mean {found['random_mean']:.2f})"
         )
-        label = "; ".join(failed) or f"p = {p_value:.2g} (sign-flip, maximum over 2)"
+        label = "; ".join(reasons) or f"p = {p_value:.2g} (sign-flip, maximum over 2)"
         claims.append(
             Claim(
                 id,
                 f"the circuit {names} {words} {noun}",
-                Evidence.UNKNOWN if failed else Evidence.CAUSAL,
+                Evidence.UNKNOWN if reasons else Evidence.CAUSAL,
                 value=found["value"],
                 unit="kept" if part == "faithfulness" else "left without it",
                 interval=None if refused is not None else (found["low"], found["high"]),

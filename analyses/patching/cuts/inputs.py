@@ -16,6 +16,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from headstream.analyses.patching import inference
+from headstream.analyses.patching.checks import check_vocabulary
 from headstream.analyses.patching.cuts.runs import (
     AnswerScore,
     CutRuns,
@@ -49,6 +51,7 @@ class Opened:
     """Both runs, ready to cut.
 
     Attributes:
+        values, how: as asked for.
         runs, control: on what is asked about, and where a cut should not matter.
         metric: what is read, and `noun` what a head is needed for.
         examples: what one row is called.
@@ -56,6 +59,8 @@ class Opened:
         gap: clean - corrupted score of each pair; None for tokens.
     """
 
+    values: str
+    how: str
     runs: CutRuns
     control: CutRuns
     metric: Metric
@@ -69,6 +74,10 @@ class Opened:
         """The sign of an effect that does harm."""
         return 1 if self.metric.name == "loss" else -1
 
+    @property
+    def values_in_words(self) -> str:
+        return _VALUES[self.values]
+
 
 def open_cuts(
     model: Decoder,
@@ -77,18 +86,21 @@ def open_cuts(
     values: Any,
     how: Any = "full",
     seed: Any = 0,
+    n_flips: Any = 5000,
     attention_mask: Any = None,
     from_pos: Any = None,
     backend: str | None = None,
     pair: bool = False,
 ) -> Opened:
-    """Check the arguments and run what is cut, uncut.
+    """Check the arguments that all questions share, and run what is cut, uncut.
 
     Args:
+        n_flips: only checked.
         pair: whether `values="pair"` is allowed.
     Raises:
         TaskError, TokenError, ShapeError: naming the argument that does not fit.
     """
+    inference.check_flips(n_flips)
     allowed = (*get_args(CutValues), *(("pair",) if pair else ()))
     check_option("values", values, allowed)
     check_option("how", how, get_args(How))
@@ -114,27 +126,8 @@ def open_cuts(
     return _of_tokens(model, task_or_tokens, attention_mask, from_pos, options)
 
 
-def values_in_words(values: str) -> str:
-    return _VALUES[values]
-
-
-def described(opened: Opened) -> dict[str, str]:
-    """The metric as plain values."""
-    metric = opened.metric
-    return {
-        "name": metric.name,
-        "formula": metric.formula,
-        "unit": metric.unit,
-        "noun": opened.noun,
-    }
-
-
 def _of_task(model: Decoder, task: Task, options: dict[str, Any]) -> Opened:
-    d_vocab = model.config.d_vocab
-    for name in ("clean", "corrupted", "answer", "wrong"):
-        tokens = getattr(task, name)
-        if tokens is not None:
-            check_tokens(tokens, d_vocab, argument=name)
+    check_vocabulary(model, task)
     score = AnswerScore(task, task.metric)
     clean, corrupted = (
         Prompts(compact(task, tokens), task.lengths) for tokens in (task.clean, task.corrupted)
@@ -149,6 +142,8 @@ def _of_task(model: Decoder, task: Task, options: dict[str, Any]) -> Opened:
         runs = CutRuns(model, clean, score, **options)
         control = CutRuns(model, corrupted, score, **options)
     return Opened(
+        options["values"],
+        options["how"],
         runs,
         control,
         task.metric,
@@ -193,6 +188,8 @@ def _of_tokens(
         CutRuns(model, given, LossScore(given, first), **options) for given in (prompts, shuffled)
     )
     return Opened(
+        options["values"],
+        options["how"],
         runs,
         control,
         METRICS["loss"],

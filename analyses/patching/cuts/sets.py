@@ -14,12 +14,12 @@ import numpy as np
 import xarray as xr
 from tqdm import tqdm
 
-from headstream.analyses.evidence import Claim, Evidence, proven
+from headstream.analyses.evidence import Claim, Evidence
 from headstream.analyses.patching import inference
-from headstream.analyses.patching.cuts.ablate import self_check
 from headstream.analyses.patching.cuts.head_sets import heads_of, names_of
-from headstream.analyses.patching.cuts.inputs import described, open_cuts, values_in_words
+from headstream.analyses.patching.cuts.inputs import open_cuts
 from headstream.analyses.patching.cuts.results import RedundancyResult
+from headstream.analyses.patching.cuts.verdicts import Verdicts
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
@@ -65,7 +65,6 @@ def redundant_set(
         >>> redundant_set(model, task, ["L0H0", "L0H1", "L0H2"], progress=False).members
         ['L0H0', 'L0H2']
     """
-    inference.check_flips(n_flips)
     chosen = heads_of(model.config, "heads", heads)
     if len(chosen) < 2:
         raise TaskError(
@@ -78,6 +77,7 @@ def redundant_set(
         values=values,
         how=how,
         seed=seed,
+        n_flips=n_flips,
         attention_mask=attention_mask,
         from_pos=from_pos,
         backend=backend,
@@ -89,22 +89,13 @@ def redundant_set(
     control = float(inference.mean_over_prompts(opened.control.effect(chosen)))
     count = len(chosen)
     joint, alone, restored = effects[0], effects[1 : count + 1], effects[count + 1 :]
-    floor, bound, self_cut = self_check(opened, model)
+    verdicts = Verdicts.of(model, opened)
     flips = inference.sign_flips(
-        effects[: count + 1], n_flips=n_flips, seed=seed, floor=max(floor, self_cut)
+        effects[: count + 1], n_flips=n_flips, seed=seed, floor=verdicts.floor
     )
     low, high = inference.mean_interval(joint, seed=seed)
     mean = float(inference.mean_over_prompts(joint))
-    failed = inference.failed_conditions(
-        mean=mean,
-        p_value=float(flips.p_value[0]),
-        unrelated=control,
-        n=int(np.isfinite(joint).sum()),
-        unit=opened.metric.unit,
-        self_patch_held=self_cut <= bound,
-        examples=opened.examples,
-        control=opened.control_words,
-    )
+    failed = verdicts.failed(mean, float(flips.p_value[0]), control, int(np.isfinite(joint).sum()))
     recovered, ends = _recovered(joint, restored, seed)
     base = opened.runs.base
     data = xr.Dataset(
@@ -127,10 +118,9 @@ def redundant_set(
     )
     details: dict[str, Any] = {
         "set": names_of(chosen),
-        "values": values,
-        "values_in_words": values_in_words(values),
+        **verdicts.details(),
+        "values_in_words": opened.values_in_words,
         "how": how,
-        "metric": described(opened),
         "worse": opened.worse,
         "joint": {
             "mean": mean,
@@ -143,16 +133,13 @@ def redundant_set(
         "least": LEAST_RECOVERED,
         "control": opened.control_words,
         "family": int(flips.family.sum()),
-        "self_cut_max": self_cut,
-        "self_cut_bound": bound,
-        "n": len(base),
         "examples": opened.examples,
     }
     return RedundancyResult(
         title=f"A set of {count} heads of {model.name}, cut together and one by one",
         data=data,
         provenance=Provenance.of(model, seed=seed, backend=backend),
-        claims=_claims(data, details, failed),
+        claims=(verdicts.held(), *_claims(data, details, failed)),
         details=details,
     )
 
@@ -180,13 +167,6 @@ def _claims(data: xr.Dataset, details: Mapping[str, Any], failed: list[str]) -> 
         f"p = {joint['p_value']:.2g} (sign-flip, maximum over {details['family']} cuts); "
         f"{joint['mean']:+.2f} {unit}, control {joint['control']:+.2f}"
     )
-    held = proven(
-        "self_cut.z",
-        "heads that are cut to the values they have change nothing",
-        error=details["self_cut_max"],
-        bound=details["self_cut_bound"],
-        reason=f"largest |effect| in {unit}, all heads at once",
-    )
     together = Claim(
         "set",
         f"the set {names} {needed} {noun}{through}",
@@ -199,7 +179,7 @@ def _claims(data: xr.Dataset, details: Mapping[str, Any], failed: list[str]) -> 
         where="ablation",
     )
     members = [_member(data, i, details, n, bool(failed)) for i in range(data.sizes["head"])]
-    return (held, together, *members)
+    return (together, *members)
 
 
 def _member(data: xr.Dataset, i: int, details: Mapping[str, Any], n: int, unproven: bool) -> Claim:

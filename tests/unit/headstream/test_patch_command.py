@@ -124,7 +124,7 @@ def test_saved_as_json_and_as_html(tmp_path: Path, capsys: Captured) -> None:
     assert "L1H2" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("where", [[], ["--positions", "edges", "--layers", "0", "--heads", "1"]])
+@pytest.mark.parametrize("where", [[], ["--positions", "edges", "--layers", "1", "--heads", "2"]])
 def test_a_page_of_the_pattern(where: list[str], tmp_path: Path, capsys: Captured) -> None:
     page = tmp_path / "pattern.html"
     arguments = ["patch", MODEL, "-n", "8", "--site", "pattern", *where, "-q", "-o", str(page)]
