@@ -223,12 +223,15 @@ def _runs(study: Study) -> Table:
         Column("examples", numeric=True),
     )
     rows = []
+    several = len(_origins(study)) > 1
     for item in study.items:
         origin = item.result.provenance
+        # A title names the model: of one model's results it says no more than their names.
+        title = item.result.title if several else ""
         n = item.n if item.n is not None else item.details.get("n")
         rows.append(
             (
-                Cell(item.name, note=item.result.title, href=f"#{item.anchor}"),
+                Cell(item.name, note=title, href=f"#{item.anchor}"),
                 Cell(origin.backend, code=True),
                 Cell(origin.dtype, code=True),
                 Cell(origin.device, code=True),

@@ -40,12 +40,13 @@ class Part:
 
     @property
     def line(self) -> str:
-        """The part in one line."""
+        """The part in one line; a table figure by figure, which says the fewest words."""
         said = [
-            (place, ", ".join(f"{name} {figure}" for name, figure in zip(names, figures) if figure))
-            for (_, *names), (place, *figures) in zip(self.table[:1] * len(self.table), self.table)
+            (name, ", ".join(f"{row[0]} {row[at]}" for row in self.table[1:] if row[at]))
+            for at, name in enumerate(self.table[0] if self.table else ())
+            if at
         ]
-        return self.text or "; ".join(f"{name}: {text}" for name, text in (*said[1:], *self.rows))
+        return self.text or "; ".join(f"{name}: {text}" for name, text in (*said, *self.rows))
 
 
 def card_parts(card: Mapping[str, Any]) -> tuple[Part, ...]:

@@ -33,7 +33,8 @@ def test_the_story_of_the_card_is_in_view_in_words(samples) -> None:
     assert "by distance: 4: 13.6815" in folded["Loss"]
     assert not {"Circuit", "Purpose", "Task"} & set(folded), "said once"
     assert "loss, on repeats: 0.00002, must be below 0.02, met" in folded["Bars"]
-    assert "all other: loss on repeats without 5.3464" in folded["Measured"]
+    assert "loss on repeats without: L0H0 0.0351, " in folded["Measured"]
+    assert "all other 5.3464; sequences: 128" in folded["Measured"]
 
 
 def test_every_shipped_card_is_shown_without_its_nesting(samples) -> None:

@@ -69,7 +69,9 @@ def test_figures_of_heads_are_one_table_whichever_way_they_are_nested() -> None:
     assert last == ("all idle", "", "", "0")
     header, only = part("backcopy-1l", "measured").table
     assert dict(zip(header, only))["rise without it at triggers"] == "4.6139"
-    assert part("backcopy-1l", "measured").line.startswith("L0H0: bos mass at non triggers 0.9991")
+    assert part("backcopy-1l", "measured").line.startswith(
+        "bos mass at non triggers: L0H0 0.9991; "
+    )
 
 
 @pytest.mark.parametrize("name", CARDS)
