@@ -127,10 +127,12 @@ def _caption(item: Item, cells: Cells, limit: float, *, panels: int, written: bo
             f"Stroke: p > {cells.alpha:g} by sign flips with the maximum over all {family} cells "
             "that are not exactly zero"
         )
+    elif bool((cells.mean == 0).all()):
+        sentences.append("No cell was tested: every effect is zero")
     else:
         sentences.append("No cell was tested: that takes at least six pairs")
     random = item.details.get("random_site_95")
-    if isinstance(random, (int, float)):
+    if isinstance(random, (int, float)) and random != 0:
         sentences.append(
             f"95% of places outside the claimed ones move the metric by less than "
             f"{formats.number(abs(random))} {cells.unit}"

@@ -169,7 +169,7 @@ def _circuit(value: Mapping[str, Any], card: Mapping[str, Any]) -> _Rows:
     bound = measured.get("idle_below") if isinstance(measured, Mapping) else None
     if bound is None:
         return rows
-    why = f" (cut one by one and all together, the loss moves by less than {plain(bound)})"
+    why = f" (cut one by one and all together, the loss moves by less than {plain(bound)} nats)"
     return [(kind, text + why if kind == "idle" and text else text) for kind, text in rows]
 
 

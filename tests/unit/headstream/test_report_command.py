@@ -35,6 +35,9 @@ def test_a_gate_is_told_from_both_sides_and_warned_of_in_one_line(
     text = page.read_text(encoding="utf-8")
     shown = text[text.index('id="patching-') :].partition("<figure")[0]
     assert "Every effect is exactly zero" in shown, "beside the map of that patch"
+    assert "No cell was tested: every effect is zero." in text
+    assert "at least six pairs" not in text, "there are eight"
+    assert "less than 0 nats" not in text
     top = text.partition("What is claimed, and how well")[0]
     assert "No head of 4 is shown to restore the answer" in top
     assert "Two heads are needed for the answer" in top

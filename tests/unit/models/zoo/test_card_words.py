@@ -55,7 +55,7 @@ def test_kinds_without_heads_are_not_shown_and_idle_says_what_it_means() -> None
     circuit = {"previous-token": [], "induction": [], "idle": ["L0H0"], "other": []}
     card = {"circuit": circuit, "measured": {"idle_below": 0.001}}
     assert [part.line for part in card_parts(card)] == [
-        "idle: L0H0 (cut one by one and all together, the loss moves by less than 0.001)"
+        "idle: L0H0 (cut one by one and all together, the loss moves by less than 0.001 nats)"
     ]
     assert part("decoy-2l-rotary", "circuit").line == (
         "fixed-distance: L1H0, L1H1, L1H2, L1H3; other: L0H0, L0H1, L0H2, L0H3"
