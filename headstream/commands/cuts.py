@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from headstream.commands.shared import number
 from headstream.commands.sweeps import cost_table, duration
-from headstream.console import answer, table
+from headstream.console import answer
+from headstream.console import table as columns
 
 if TYPE_CHECKING:
     from headstream.analyses.patching.cuts.results import (
@@ -58,6 +59,15 @@ class Cuts:
             return redundant_set(model, task, self.redundant, **given)
         return ablate(model, task, heads=self._heads(), sets=self._sets() or None, **given)
 
+    def table(self, result: Any) -> list[str]:
+        """What was found, cut by cut."""
+        rows_of: dict[str, Any] = {
+            "ablation": _ablation,
+            "redundant_set": _redundant,
+            "faithfulness": _faithfulness,
+        }
+        return [columns(*rows_of[result.kind](result))]
+
     def _heads(self) -> list[str] | None:
         """Every head that is named, once; None for all."""
         named = dict.fromkeys(name for heads in self.cut for name in heads)
@@ -101,16 +111,6 @@ class Cuts:
             ]
         )
         answer(value, "\n".join(lines), as_json=options.as_json)
-
-
-def cuts_table(result: Result) -> list[str]:
-    """What was found, cut by cut."""
-    rows_of: dict[str, Any] = {
-        "ablation": _ablation,
-        "redundant_set": _redundant,
-        "faithfulness": _faithfulness,
-    }
-    return [table(*rows_of[result.kind](result))]
 
 
 def _ablation(result: AblationResult) -> tuple[list[str], list[list[str]]]:

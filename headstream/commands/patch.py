@@ -12,9 +12,9 @@ import click
 
 from headstream.cli import Model, Options, Output, cli, common
 from headstream.commands.choices import Grouped, Names, Numbers, Positions, option
-from headstream.commands.cuts import Cuts, cuts_table
+from headstream.commands.cuts import Cuts
 from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
-from headstream.commands.sweeps import Sweep, effects_table
+from headstream.commands.sweeps import Sweep
 from headstream.console import answer, complain, printable
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ _BELONGS = {
 @click.pass_context
 def patch(
     context: click.Context,
+    /,
     options: Options,
     model: str,
     pairs: str | None,
@@ -238,8 +239,7 @@ def patch(
         return 130
     command = _command(options, model, pairs, n, metric, question, asked)
     result = replace(result, provenance=replace(result.provenance, command=command))
-    found = effects_table(result) if isinstance(study, Sweep) else cuts_table(result)
-    lines = [*found, textwrap.fill(printable(result.summary()), 80)]
+    lines = [*study.table(result), textwrap.fill(printable(result.summary()), 80)]
     if output is not None:
         lines.append(_write(result, output))
     answer(result.to_json(), "\n".join(lines), as_json=options.as_json)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from headstream.commands.shared import number
-from headstream.console import answer, printable, table
+from headstream.console import answer, printable
+from headstream.console import table as columns
 
 if TYPE_CHECKING:
     from headstream.analyses.patching.result import PatchingResult
@@ -83,6 +84,39 @@ class Sweep:
         text = "\n".join(self._cost_lines(cost, len(task), done, left))
         answer(value, text, as_json=options.as_json)
 
+    def table(self, result: Any) -> list[str]:
+        """The cells of the largest effects, from most towards the other run to most against it."""
+        from headstream.analyses.patching.paths.result import ranked_paths
+        from headstream.analyses.patching.result import ranked_cells
+
+        paths = self.paths
+        cells = ranked_paths(result.data) if paths else ranked_cells(result.data)
+        shown = sorted(cells, key=lambda cell: -abs(cell.mean))[:_ROWS]
+        if paths:
+            # Most paths of a model pass nothing on.
+            shown = [cell for cell in shown if cell.mean != 0] or shown[:1]
+        rows = [
+            [
+                cell.label,
+                f"{cell.mean:+.3f}",
+                f"{cell.interval[0]:+.3f}",
+                f"{cell.interval[1]:+.3f}",
+                number(cell.normalized),
+                f"{cell.p_value:.4f}" if cell.p_value == cell.p_value else "-",
+                f"{cell.unrelated:+.3f}",
+                "CAUSAL" if cell.causal else "",
+            ]
+            for cell in cells
+            if cell in shown
+        ]
+        unit = result.details["metric"]["unit"]
+        place = "path" if paths else "site"
+        header = [place, unit, "low", "high", "of gap", "p", "unrelated", ""]
+        hidden = len(cells) - len(rows)
+        smaller = "smaller effects or none" if paths else "smaller effects"
+        rest = [f"{hidden:,} more have {smaller}"] if hidden else []
+        return [columns(header, rows), *rest]
+
     def _given(self) -> dict[str, Any]:
         """What the library's defaults do not decide."""
         return {name: value for name, value in self.arguments.items() if value is not None}
@@ -125,37 +159,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} minutes" if seconds < 7200 else f"{seconds / 3600:.3g} hours"
-
-
-def effects_table(result: PatchingResult) -> list[str]:
-    """The cells of the largest effects, from most towards the other run to most against it."""
-    from headstream.analyses.patching.paths.result import ranked_paths
-    from headstream.analyses.patching.result import ranked_cells
-
-    paths = result.kind == "paths"
-    cells = ranked_paths(result.data) if paths else ranked_cells(result.data)
-    shown = sorted(cells, key=lambda cell: -abs(cell.mean))[:_ROWS]
-    if paths:
-        # Most paths of a model pass nothing on.
-        shown = [cell for cell in shown if cell.mean != 0] or shown[:1]
-    rows = [
-        [
-            cell.label,
-            f"{cell.mean:+.3f}",
-            f"{cell.interval[0]:+.3f}",
-            f"{cell.interval[1]:+.3f}",
-            number(cell.normalized),
-            f"{cell.p_value:.4f}" if cell.p_value == cell.p_value else "-",
-            f"{cell.unrelated:+.3f}",
-            "CAUSAL" if cell.causal else "",
-        ]
-        for cell in cells
-        if cell in shown
-    ]
-    unit = result.details["metric"]["unit"]
-    place = "path" if paths else "site"
-    header = [place, unit, "low", "high", "of gap", "p", "unrelated", ""]
-    hidden = len(cells) - len(rows)
-    smaller = "smaller effects or none" if paths else "smaller effects"
-    rest = [f"{hidden:,} more have {smaller}"] if hidden else []
-    return [table(header, rows), *rest]
