@@ -14,6 +14,7 @@ from torch import Tensor
 from headstream.analyses.patching.engines import open_sweep
 from headstream.analyses.patching.site_sets import At
 from headstream.analyses.patching.sites import SITES
+from headstream.analyses.patching.suffix import spread
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
@@ -149,6 +150,28 @@ def test_every_site_agrees_with_the_definition(site: str, data: st.DataObject) -
         backend=data.draw(st.sampled_from(["naive", "auto"])),
     )
     agree(built(config, dtype), plan)
+
+
+@pytest.mark.parametrize("site", ["resid_pre", "mlp_out", "z", "q"])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_sums_of_what_heads_write_agree_with_the_definition(site: str, data: st.DataObject) -> None:
+    """The way of `suffix.writes`, taken here where it would not pay yet."""
+    config = DecoderConfig(**data.draw(configs(mlp=True)) | {"n_layers": 3})
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
+    plan = SweepPlan(
+        made(**data.draw(tasks)),
+        site,
+        direction=data.draw(st.sampled_from(["denoise", "noise"])),
+        values=data.draw(st.sampled_from(["pair", "zero", "mean", "resample"])),
+        heads=[2, 1] if SITES[site].heads else None,
+        positions=data.draw(st.sampled_from(["each", "roles", [0, -1]])),
+        backend=data.draw(st.sampled_from(["naive", "auto"])),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "pays", lambda base, layer, units, rows: not layer.is_last)
+        patch.setattr(spread, "ROWS_PER_HEAD", 0)
+        agree(built(config, dtype), plan)
 
 
 @st.composite

@@ -68,7 +68,7 @@ class PathSweep:
         device = model.device
         self._read = task.answer_pos.to(device)
         self._end = int(self._read.max()) + 1
-        with torch.no_grad():
+        with torch.inference_mode():
             grid = plan_grid(model.config, task, "z")
             base, _ = record_base(model, task, plan.tokens(plan.into), grid, 0, plan.backend)
             logits = {plan.into: base.logits}
@@ -86,7 +86,7 @@ class PathSweep:
         self._clean = logits["clean"].to("cpu", torch.float64)
         self.base = {name: self._measure(found[None])[:, 0] for name, found in logits.items()}
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, block: PathBlock) -> Float[np.ndarray, "metric cell example"]:
         """metric(patched) - metric(the run patched into); NaN where a row was not patched."""
         plan = self._plan

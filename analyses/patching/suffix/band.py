@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headstream.analyses.patching.suffix.layers import Layer
+
+if TYPE_CHECKING:
+    from headstream.analyses.patching.suffix.writes import Writes
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Band:
     start: int
     end: int
 
-    def part(self, which: slice) -> Band:
+    def part(self, which: slice | Tensor) -> Band:
         """Some of the pairs."""
         return Band(self.example[which], self.at[which], self.read[which], self.start, self.end)
 
@@ -59,15 +63,19 @@ class Changed:
     """Positions whose `resid_pre` is new in a layer, and what the layer makes of them.
 
     Attributes:
-        resid: [pair, unit, d_model].
         k, v: [pair, unit, kv_head, d_head], k rotated where positions are.
-        z: of the position's own row, [pair, unit, head, d_head].
+        mid: the stream after the layer's attention, [pair, unit, d_model].
+        writes: of the layer's heads in the unpatched run, where it pays to form them.
+        post: then, the MLP's neurons, [pair, unit, d_mlp].
     """
 
-    resid: Tensor
     k: Tensor
     v: Tensor
-    z: Tensor
+    mid: Tensor
+    writes: Writes | None = None
+    post: Tensor | None = None
 
     def part(self, pairs: slice, units: slice) -> Changed:
-        return Changed(*(x[pairs, units] for x in (self.resid, self.k, self.v, self.z)))
+        k, v, mid = (x[pairs, units] for x in (self.k, self.v, self.mid))
+        post = None if self.post is None else self.post[pairs, units]
+        return Changed(k, v, mid, self.writes, post)

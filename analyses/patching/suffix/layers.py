@@ -183,6 +183,14 @@ class Layer:
             return mlp.act(x @ mlp.W_gate).mul_(linear)
         return _activated(mlp.act, linear) if scratch else mlp.act(linear)
 
+    def activated(self, read: Float[Tensor, "*row read"]) -> Float[Tensor, "*row d_mlp"]:
+        """The neurons from what W_in (and beside it, W_gate) read; `read` is overwritten."""
+        mlp = self.block.mlp
+        if not mlp.gated:
+            return _activated(mlp.act, read)
+        linear, gate = read.chunk(2, -1)
+        return mlp.act(gate) * linear
+
     def written(
         self, mid: Float[Tensor, "run pos d_model"], post: Float[Tensor, "run pos d_mlp"]
     ) -> Float[Tensor, "run pos d_model"]:

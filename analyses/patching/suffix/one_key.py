@@ -30,16 +30,16 @@ def mid_after_new_key(
     base: BaseRun, layer: Layer, new: Changed, band: Band
 ) -> Float[Tensor, "pair unit row d_model"]:
     """The stream after the layer's attention at `band.rows` when its input differs at `at`."""
-    pairs, units = new.resid.shape[:2]
+    pairs, units = new.mid.shape[:2]
     rows = band.rows(layer)
+    # Rows before the place keep their z, and are run along only where places differ.
     z = new_key(base, layer, band, rows, new.k, new.v, after=1).flatten(3, 4)
     stream = band.at_rows(base.resid[layer.index], rows)[:, None].repeat(1, units, 1, 1)
-    # Rows before the place keep their z, and are run along only where places differ.
-    here = (rows == band.at[:, None]).nonzero(as_tuple=True)
-    z[here[0], :, here[1]] = new.z[here[0]]
-    stream[here[0], :, here[1]] = new.resid[here[0]]
-    mid: Tensor = layer.attended_(stream.flatten(0, 1), z.flatten(0, 1))
-    return mid.unflatten(0, (pairs, units))
+    runs = layer.attended_(stream.flatten(0, 1), z.flatten(0, 1))
+    mid: Tensor = runs.unflatten(0, (pairs, units))
+    pair, row = (rows == band.at[:, None]).nonzero(as_tuple=True)
+    mid[pair, :, row] = new.mid[pair]
+    return mid
 
 
 def new_key(
@@ -56,28 +56,41 @@ def new_key(
     index, group = layer.index, layer.group
     q = band.at_rows(base.q[index], rows).unflatten(2, (-1, group))
     z, lse = without_key(base, layer, band, rows, q, after)
-    score = torch.einsum("prkxd,pukd->purkx", widen(q), widen(k)) * layer.scale
-    before = rows < band.at[:, None] + after
-    score = score.masked_fill(before[:, None, :, None, None], -torch.inf)
-    weight = torch.sigmoid(score - lse[:, None])
+    weight = new_weights(layer, band, rows, q, k, lse, after)
     new = torch.lerp(z[:, None], widen(v)[:, :, None, :, None], weight[..., None])
     return new.to(v.dtype)
+
+
+def old_weights(
+    base: BaseRun, layer: Layer, band: Band, rows: Tensor, q: Tensor, after: int
+) -> tuple[Float[Tensor, "pair row kv_head group"], Float[Tensor, "pair row kv_head group"]]:
+    """What the unpatched rows give to the key at `at`, and their lse."""
+    lse = base.lse[layer.index]
+    assert lse is not None
+    lse = lse[band.example[:, None], :, rows].unflatten(2, (-1, layer.group))
+    key = widen(band.at_place(base.k[layer.index]))
+    score = torch.einsum("prkxd,pkd->prkx", widen(q), key) * layer.scale
+    before = rows < band.at[:, None] + after
+    return torch.exp(score - lse).masked_fill(before[:, :, None, None], 0.0), lse
+
+
+def new_weights(
+    layer: Layer, band: Band, rows: Tensor, q: Tensor, k: Tensor, lse: Tensor, after: int
+) -> Float[Tensor, "pair unit row kv_head group"]:
+    """What rows give to each unit's new key, with `lse` over the other keys."""
+    score = torch.einsum("prkxd,pukd->purkx", widen(q), widen(k)) * layer.scale
+    before = rows < band.at[:, None] + after
+    weight = torch.sigmoid(score - lse[:, None])
+    return weight.masked_fill_(before[:, None, :, None, None], 0.0)
 
 
 def without_key(
     base: BaseRun, layer: Layer, band: Band, rows: Tensor, q: Tensor, after: int
 ) -> tuple[Tensor, Tensor]:
     """z [pair, row, kv_head, group, d_head] and lse of the rows without the key at `at`."""
-    index, group = layer.index, layer.group
-    z = widen(band.at_rows(base.z[index], rows)).unflatten(2, (-1, group))
-    lse = base.lse[index]
-    assert lse is not None
-    lse = lse[band.example[:, None], :, rows].unflatten(2, (-1, group))
-    key, value = (widen(band.at_place(kept[index])) for kept in (base.k, base.v))
-    score = torch.einsum("prkxd,pkd->prkx", widen(q), key) * layer.scale
-    before = rows < band.at[:, None] + after
-    score = score.masked_fill(before[:, :, None, None], -torch.inf)
-    weight = torch.exp(score - lse)
+    z = widen(band.at_rows(base.z[layer.index], rows)).unflatten(2, (-1, layer.group))
+    value = widen(band.at_place(base.v[layer.index]))
+    weight, lse = old_weights(base, layer, band, rows, q, after)
     heavy = weight > HEAVY
     weight = weight.masked_fill(heavy, 0.0)[..., None]
     rest = torch.addcmul(z, weight, value[:, None, :, None], value=-1).div_(1 - weight)

@@ -9,7 +9,7 @@ last layer   keys and values on the suffix, the rest only where the metric reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,13 @@ from headstream.analyses.patching.suffix.band import Band, Changed
 from headstream.analyses.patching.suffix.layers import Layer, normed
 from headstream.analyses.patching.suffix.one_key import mid_after_new_key, own_row
 from headstream.analyses.patching.suffix.state import BaseRun
+from headstream.analyses.patching.suffix.writes import (
+    ROWS_PER_HEAD,
+    Writes,
+    after_new_key,
+    pays,
+    writes_of,
+)
 from headstream.models.attend_naive import widen
 
 # Scores of a head that are formed together where a changed position reads the ones before it.
@@ -31,6 +38,7 @@ class Spread:
 
     layers: list[Layer | None]
     base: BaseRun
+    kept: dict[int, Writes] = field(default_factory=dict)
 
     def layer(self, index: int) -> Layer:
         layer = self.layers[index]
@@ -47,8 +55,20 @@ class Spread:
             place = part.at.repeat_interleave(units)[:, None]
             projected = layer.projected(new.flatten(0, 1)[:, None], place)
             q, k, v = (x[:, 0].unflatten(0, new.shape[:2]) for x in projected)
-            found.append((k, v, own_row(self.base, layer, q, k, v, part)))
-        return Changed(resid, *(torch.cat(kind) for kind in zip(*found)))
+            z = own_row(self.base, layer, q, k, v, part)
+            found.append((k, v, layer.attended_(new.contiguous().clone(), z)))
+        k, v, mid = (torch.cat(kind) for kind in zip(*found))
+        rows = int((band.read + 1 - band.at).sum())
+        if not pays(self.base, layer, units, rows):
+            return Changed(k, v, mid)
+        return Changed(k, v, mid, self._writes(layer), layer.neurons(mid))
+
+    def _writes(self, layer: Layer) -> Writes:
+        """Of one layer at a time: sweeps go layer by layer."""
+        if layer.index not in self.kept:
+            self.kept.clear()
+            self.kept[layer.index] = writes_of(self.base, layer)
+        return self.kept[layer.index]
 
     def mid_from_place(
         self, index: int, new: Changed, band: Band
@@ -60,11 +80,14 @@ class Spread:
         does it for many bands at once.
         """
         layer = self.layer(index)
-        mid = mid_after_new_key(self.base, layer, new, band)
-        if layer.is_last:
-            return mid[:, :, 0]
-        out = layer.after_(mid.flatten(0, 1)).unflatten(0, mid.shape[:2])
-        return self.mid_from_rows(index + 1, out, band)
+        if new.writes is not None and band.end - band.start >= ROWS_PER_HEAD * layer.n_heads:
+            out = after_new_key(self.base, layer, new.writes, new, band)
+        else:
+            mid = mid_after_new_key(self.base, layer, new, band)
+            if layer.is_last:
+                return mid[:, :, 0]
+            out = layer.after_(mid.flatten(0, 1))
+        return self.mid_from_rows(index + 1, out.unflatten(0, new.mid.shape[:2]), band)
 
     def mid_from_rows(
         self, index: int, resid: Float[Tensor, "pair unit row d_model"], band: Band
