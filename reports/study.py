@@ -20,6 +20,8 @@ SITES = {
     "resid_post": "stream after each layer",
     "attn_out": "what each attention layer writes",
     "mlp_out": "what each MLP writes",
+    "mlp_post": "neurons of the MLPs",
+    "sets": "named sets of sites",
 }
 # Kinds that cut heads, and all that change something inside the model, in the order of a page.
 CUTS = ("redundant_set", "faithfulness", "ablation")

@@ -188,7 +188,7 @@ def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
         )
     words += _second_disagrees(data, details)
     if not np.any(np.nan_to_num(data["effects"].values)):
-        words.append("every effect is exactly zero: nothing that was patched reaches the answer")
+        words.append("every effect is exactly zero: no one of these values moves the answer")
     return words
 
 

@@ -24,11 +24,13 @@ from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
+from headstream.models.given_model import takes_model
 
 Direction = Literal["denoise", "noise"]
 Values = Literal["pair", "zero", "mean", "resample"]
 
 
+@takes_model
 def patch(
     model: Decoder,
     task: Task | Any,
@@ -192,9 +194,9 @@ def _patch(
     )
     if moves_nothing(swept, model):
         warnings.warn(
-            f"patch of {grid.name}: every effect is exactly zero; nothing that was patched "
-            "reaches the answer",
-            stacklevel=3,
+            f"patch of {grid.name}, {plan.direction}: every effect is exactly zero; no one of "
+            "these values moves the answer",
+            stacklevel=4,
         )
     how = "denoising" if plan.direction == "denoise" else "noising"
     return PatchingResult(

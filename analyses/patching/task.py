@@ -31,6 +31,7 @@ from headstream.models.errors import (
     TokenError,
     nearest,
 )
+from headstream.models.given_model import check_model
 
 if TYPE_CHECKING:
     from headstream.models.decoder import Decoder
@@ -178,6 +179,7 @@ class Task:
             TaskError: if the model has no card, its card names no task, or seed is not a whole
                 number in [0, 2**63).
         """
+        check_model(model)
         check_seed(seed)
         if model.card is None:
             raise TaskError(
@@ -202,6 +204,7 @@ class Task:
         Raises:
             TaskError: naming the file and the line.
         """
+        check_model(model)
         try:
             # Not splitlines: JSON strings may hold U+2028 and its like as they are.
             lines = Path(path).read_text(encoding="utf-8-sig").split("\n")

@@ -17,6 +17,7 @@ from headstream.analyses.patching.cuts.verdicts import Verdicts
 from headstream.analyses.patching.labelled import describe_gap
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
+from headstream.models.given_model import takes_model
 from headstream.models.names import head_name
 
 # Cuts without the label that are still named, the largest effects first.
@@ -25,6 +26,7 @@ _NOTABLE = 3
 _NOTABLE_PART = 0.05
 
 
+@takes_model
 def ablate(
     model: Decoder,
     task_or_tokens: Any,

@@ -30,8 +30,10 @@ from headstream.analyses.patching.labelled import describe_gap
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
+from headstream.models.given_model import takes_model
 
 
+@takes_model
 def faithfulness(
     model: Decoder,
     task_or_tokens: Any,

@@ -90,8 +90,9 @@ def labelled_heads(census: HeadsResult, label: str = "induction pattern") -> lis
     ]
     if not found:
         there = sorted({str(value) for value in labels.values.ravel()} - {"none"})
+        known = f"its labels are {', '.join(there)}" if there else "it labels no head"
         raise TaskError(
-            f"no head of the census has the label {label!r}; it has {', '.join(there) or 'none'}",
+            f"no head of the census has the label {label!r}; {known}",
             hint=nearest(str(label), there),
         )
     return found

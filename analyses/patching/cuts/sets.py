@@ -23,11 +23,13 @@ from headstream.analyses.patching.cuts.verdicts import Verdicts
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
+from headstream.models.given_model import takes_model
 
 # A member is a head that, restored alone, recovers at least this share of what the cut took.
 LEAST_RECOVERED = 0.2
 
 
+@takes_model
 def redundant_set(
     model: Decoder,
     task_or_tokens: Any,

@@ -30,8 +30,10 @@ from headstream.analyses.patching.task import Task
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
+from headstream.models.given_model import takes_model
 
 
+@takes_model
 def path_patch(
     model: Decoder,
     task: Task | Any,
@@ -191,9 +193,9 @@ def _path_patch(
     )
     if moves_nothing(swept, model):
         warnings.warn(
-            "path_patch: every effect is exactly zero; nothing that the senders pass on reaches "
-            "the answer",
-            stacklevel=3,
+            "path_patch: every effect is exactly zero; what one sender passes on by one path moves "
+            "no answer",
+            stacklevel=4,
         )
     ends = ("sender", *tuple(coords)[2:])
     total = swept.passes["total"][0].reshape(*(data.sizes[dim] for dim in ends), -1)

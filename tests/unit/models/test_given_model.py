@@ -18,15 +18,12 @@ from headstream.models.errors import ShapeError
 from headstream.models.given_model import takes_model
 from headstream.models.kv_cache import KVCache
 
-# Patching checks its own arguments in an order of its own, the task first.
-ELSEWHERE = {"ablate", "faithfulness", "patch", "path_patch", "redundant_set"}
-
 
 def public() -> dict[str, Callable[..., Any]]:
-    """Functions of the packages that take a model first, without those of `ELSEWHERE`."""
+    """Functions of the packages that take a model first."""
     found = {}
     for package in (headstream.models, headstream.circuits, headstream.analyses):
-        for name in sorted(set(package.__all__) - ELSEWHERE):
+        for name in sorted(package.__all__):
             value = getattr(package, name)
             if inspect.isclass(value) or not callable(value):
                 continue
@@ -59,6 +56,13 @@ def test_nor_is_anything_else(given: object, words: str) -> None:
 
 def _cache(given: Any) -> None:
     takes_model(lambda model: KVCache(model))(given)
+
+
+def test_a_task_needs_the_model_too(tmp_path: Path) -> None:
+    with pytest.raises(ShapeError, match=r"pass load\('induction-2l'\)"):
+        headstream.analyses.Task.for_model("induction-2l")
+    with pytest.raises(ShapeError, match="got NoneType"):
+        headstream.analyses.Task.from_jsonl(tmp_path / "pairs.jsonl", None)
 
 
 def test_a_folder_is_shown_how_to_be_loaded() -> None:

@@ -393,9 +393,9 @@ def test_places_of_every_kind_of_site(samples, coords, names) -> None:
 
 def test_an_axis_that_no_map_knows_is_an_error(samples) -> None:
     result = samples.patching(
-        mean=np.ones((1, 2)), coords={"layer": [0], "neuron": [1, 2]}, causal=[]
+        mean=np.ones((1, 2)), coords={"layer": [0], "expert": [1, 2]}, causal=[]
     )
-    with pytest.raises(ResultError, match=r"map of effects has axes .*got \['layer', 'neuron'\]"):
+    with pytest.raises(ResultError, match=r"map of effects has axes .*got \['layer', 'expert'\]"):
         Cells.of(study(result).items[0])
 
 

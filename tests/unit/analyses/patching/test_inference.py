@@ -169,7 +169,7 @@ class TestQValues:
 class TestIntervals:
     @pytest.mark.parametrize("with_gap", [False, True])
     def test_one_cell_is_the_wider_of_scipys_bca_and_students_t(self, with_gap: bool) -> None:
-        """At each end. Of the ratio, t by the delta method: effects - ratio * gap, over mean gap."""
+        """At each end; of the ratio, t by the delta method: effects - ratio * gap over mean gap."""
         rng = np.random.default_rng(8)
         effects = rng.exponential(size=20)
         gap = effects + rng.normal(2.0, 0.5, size=20)

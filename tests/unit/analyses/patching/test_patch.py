@@ -449,7 +449,8 @@ class TestLabels:
     def test_an_all_zero_grid_warns(self, model: Decoder, make_task: MakeTask) -> None:
         """FR-41."""
         task = make_task(model, 6, answer_pos=4)
-        with pytest.warns(UserWarning, match="patch of z: every effect is exactly zero"):
+        words = "patch of z, denoise: every effect is exactly zero; no one of these values moves"
+        with pytest.warns(UserWarning, match=words):
             result = patch(model, task, "z", positions=[6])
         assert result.details["family"] == 0
         assert "; every effect is zero (n = 6)" in result.summary()
