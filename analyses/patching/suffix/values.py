@@ -3,7 +3,7 @@
 The same values as the donors of `hooked_engine`: another row's, zeros, or the mean over the pairs
 that have the place. A pattern is never recorded: its rows follow from queries, keys and lse,
 
-    A_ij = exp(scale q_i . k_j - lse_i)
+    A_ij = exp(scale q_i . k_j - lse_i)        in float32 at least, then in the model's precision
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from headstream.analyses.patching.sites import Site
 from headstream.analyses.patching.suffix.state import attention_names
 from headstream.models.attend_flash import attend_flash
+from headstream.models.attend_naive import widen
 from headstream.models.config import DecoderConfig
 
 # Entries of the rows of a pattern that are formed at once.
@@ -136,8 +137,8 @@ class Values:
         """What the query `at` of a row of this run gives to `key`."""
         queries, keys, lse = self._attention(layer)
         query = queries[row, at].unflatten(1, (keys.shape[2], -1))
-        score = torch.einsum("pkxd,pkd->pkx", query, keys[row, key]).flatten(1)
-        return torch.exp(score * self.config.scale - lse[row, :, at])
+        score = torch.einsum("pkxd,pkd->pkx", widen(query), widen(keys[row, key])).flatten(1)
+        return torch.exp(score * self.config.scale - lse[row, :, at]).to(query.dtype)
 
     def pattern_on(
         self, layer: int, v: Float[Tensor, "example pos kv_head d_head"]
@@ -169,13 +170,13 @@ class Values:
         queries, keys, lse = self._attention(layer)
         query = queries[row, at].unflatten(1, (keys.shape[2], -1))
         if bool((row == row[0]).all()):
-            scores = torch.einsum("pkxd,jkd->pkxj", query, keys[row[0]])
+            scores = torch.einsum("pkxd,jkd->pkxj", widen(query), widen(keys[row[0]]))
         else:
-            scores = torch.einsum("pkxd,pjkd->pkxj", query, keys[row])
+            scores = torch.einsum("pkxd,pjkd->pkxj", widen(query), widen(keys[row]))
         scores = scores.flatten(1, 2) * self.config.scale
         later = torch.arange(keys.shape[1], device=at.device) > at[:, None]
         scores = scores.masked_fill(later[:, None], -torch.inf)
-        return torch.exp(scores - lse[row, :, at][..., None])
+        return torch.exp(scores - lse[row, :, at][..., None]).to(query.dtype)
 
     def _attention(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         names = attention_names(self.config, layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from headstream.analyses.patching.engines import open_sweep
 from headstream.analyses.patching.site_sets import At
+from headstream.analyses.patching.sites import SITES
 from headstream.analyses.patching.suffix import one_key
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task
@@ -158,3 +160,31 @@ def test_an_edge_is_its_share_of_the_value(model: Decoder, make_task: MakeTask) 
         expected = measured - (before[rows, task.answer] - before[rows, task.wrong])
     # float32 at unit scale.
     np.testing.assert_allclose(swept(model, plan)[0, 0], expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("values", ["pair", "mean"])
+@pytest.mark.parametrize("site", sorted(SITES))
+def test_half_precision_at_every_site(site: str, values: str) -> None:
+    """Equal to the definition up to what bfloat16 rounds: 2^-8 of logits of about one."""
+    config = DecoderConfig(
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        d_model=16,
+        d_head=4,
+        d_mlp=16,
+        d_vocab=11,
+        n_ctx=10,
+        gated_mlp=True,
+        norm="rmsnorm",
+        positions="rotary",
+    )
+    model = Decoder(config, seed=1).to(torch.bfloat16)
+    clean = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
+    task = Task(clean, (clean + 1) % 11, 1, 2)
+    forms: list[Any] = ["all", "each"] + (["edges"] if site == "pattern" else [])
+    for positions in forms:
+        plan = SweepPlan(task, site, positions=positions, values=values)
+        expected = swept(model, plan, "hooks")
+        np.testing.assert_allclose(swept(model, plan), expected, rtol=0, atol=0.05)
+        assert np.abs(expected).max() > 0.05
