@@ -1,3 +1,4 @@
+from .analyses import At as At
 from .analyses import Task as Task
 from .analyses import ablate as ablate
 from .analyses import audit as audit
@@ -6,6 +7,7 @@ from .analyses import induction as induction
 from .analyses import load_result as load_result
 from .analyses import patch as patch
 from .analyses import path_patch as path_patch
+from .analyses import redundant_set as redundant_set
 from .analyses import sinks as sinks
 from .analyses import standard_study as standard_study
 from .circuits import copying_score as copying_score

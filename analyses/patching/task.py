@@ -319,4 +319,21 @@ def _read_line(line: str, model: Decoder) -> dict[str, Any]:
             raise TaskError(f"{key!r} must be one token, got {value[key]!r}")
         check_token(key, token)
         pair[key] = token
+    d_vocab = model.config.d_vocab
+    for key, held in pair.items():
+        for token in held if isinstance(held, list) else [held]:
+            if token >= d_vocab:
+                raise TaskError(
+                    f"{key!r} holds token id {token}, and the model's ids are 0 to {d_vocab - 1}"
+                )
+    if pair["clean"] == pair["corrupted"]:
+        raise TaskError(
+            "corrupted is the clean prompt itself: nothing to patch",
+            hint="change what the answer depends on, or leave the line out",
+        )
+    if pair.get("wrong") == pair["answer"]:
+        raise TaskError(
+            f"answer and wrong are both {value['answer']!r}",
+            hint="wrong must be another token, to compare the answer with",
+        )
     return pair

@@ -33,11 +33,11 @@ def read_pairs(path: str, model: Decoder, options: Options, metric: str | None =
     """
     from headstream.analyses.patching.task import Task
 
-    if metric is None:
-        metric = "logit_difference" if _names_wrong(Path(path)) else "log_prob"
-        if metric == "log_prob" and options.progress:
-            click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
-    return Task.from_jsonl(path, model, metric=metric)
+    chosen = metric or ("logit_difference" if _names_wrong(Path(path)) else "log_prob")
+    task = Task.from_jsonl(path, model, metric=chosen)
+    if metric is None and chosen == "log_prob" and options.progress:
+        click.echo("no pair names 'wrong': the metric is log_prob of the answer", err=True)
+    return task
 
 
 def _names_wrong(pairs: Path) -> bool:

@@ -255,6 +255,14 @@ class TestJsonLines:
                 {**GOOD, "clean": 3},
                 "line 2: 'clean' must be a string or a list of token ids, got 3",
             ),
+            ({**GOOD, "clean": [0, 99]}, "line 2: corrupted has 3 tokens, clean has 2"),
+            ({**GOOD, "answer": 99}, "line 2: 'answer' holds token id 99, and the model's ids"),
+            (
+                {**GOOD, "clean": [0, 99, 2]},
+                "line 2: 'clean' holds token id 99, and the model's ids are 0 to",
+            ),
+            ({**GOOD, "wrong": "a"}, "line 2: answer and wrong are both 'a'; wrong must be an"),
+            ({**GOOD, "corrupted": "a b"}, "line 2: corrupted is the clean prompt itself"),
             ({**GOOD, "clean": ["a"]}, r"line 2: clean\[0\] must be a list of token ids"),
         ],
     )
