@@ -54,8 +54,11 @@ def by_executor(executor: Executor, job: Job) -> Runner:
                 yield from zip(sent.pop(future), future.result())
             if error is None:
                 return
-            # What other workers have finished, or are about to, is not lost.
-            going = [future for future in sent if not future.cancel()]
+            # What other workers have finished, or are about to, is not lost. A pool that broke
+            # gives every future an error by itself, and in some versions of Python its thread dies
+            # of one that was cancelled meanwhile.
+            broken = isinstance(error, BrokenExecutor)
+            going = [future for future in sent if broken or not future.cancel()]
             for future in wait(going, timeout=_PATIENCE).done:
                 if _error_of(future) is None:
                     yield from zip(sent[future], future.result())

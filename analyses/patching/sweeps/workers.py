@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from headstream.analyses.patching.sweeps.store import MODEL, manifest_sha256, re
 from headstream.models.errors import SweepError
 from headstream.models.store import load
 
+# Seconds that a pool which is ended, and each of its workers, is waited for.
+_FORGETTING = 5.0
 # Of each thread: the sweep that it has open.
 _held = threading.local()
 
@@ -114,15 +117,20 @@ def local_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """`workers` processes of this machine, one thread each, that end with this process.
 
     For a process that owns its environment, as the command line does: what libraries read as they
-    load must be set before a worker starts.
+    load must be set before a worker starts. What goes wrong in the block, and Ctrl-C, ends them at
+    once: no work under way is waited for.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
     try:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin) as pool:
-            yield pool
+        with _Pool(workers, mp_context=context, initializer=_begin) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.end()
+                raise
     finally:
         for name, value in before.items():
             if value is None:
@@ -131,9 +139,89 @@ def local_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
                 os.environ[name] = value
 
 
+class _Pool(ProcessPoolExecutor):
+    """A pool whose workers never see Ctrl-C, and that can be ended at once.
+
+    Ctrl-C reaches the whole group. A worker that answers it does so with a traceback, most likely
+    from the midst of an import.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._begun: set[Any] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """As any pool's: what starts its processes, one by one."""
+        before = set(multiprocessing.active_children())
+        with _without_interrupts():
+            future = super().submit(fn, *arguments, **options)
+            self._begun |= set(multiprocessing.active_children()) - before
+        return future
+
+    def end(self) -> None:
+        """Forget what is not begun, and end the workers, whatever they are at."""
+        with _deaf():
+            try:
+                last = self.submit(os.getpid)
+            except (BrokenExecutor, RuntimeError):
+                return  # It has ended already.
+            self.shutdown(wait=False, cancel_futures=True)
+            # Until the pool's own thread has forgotten the work, in its order: where it finds that
+            # workers died, it gives each future an error, and a cancelled one refuses that.
+            until = time.monotonic() + _FORGETTING
+            while not (last.done() or last.running()) and time.monotonic() < until:
+                time.sleep(0.005)
+            for process in self._begun:
+                process.terminate()
+            for process in self._begun:
+                process.join(_FORGETTING)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started meanwhile does not get SIGINT; this one gets it at the end.
+
+    The mask of blocked signals passes to what is started. It is one thread's, and the others of
+    this process are not masked, so the signal is also kept from the main thread.
+    """
+    came: list[int] = []
+    before: Any = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+        if before is not None:
+            signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    masked = hasattr(signal, "pthread_sigmask")
+    if masked:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        if masked:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ctrl-C does nothing: what it asks for is under way."""
+    before: Any = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+    if before is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
 def _begin() -> None:
-    # Ctrl-C reaches the whole group: the parent answers, workers just end.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Blocked until here; now forgotten. The parent answers it, and ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

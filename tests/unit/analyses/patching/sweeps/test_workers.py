@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ import torch
 from headstream.analyses.patching.patch import patch
 from headstream.analyses.patching.paths.path_patch import path_patch
 from headstream.analyses.patching.result import PatchingResult
+from headstream.analyses.patching.sweep_plan import Block
 from headstream.analyses.patching.sweeps import workers as sweep_workers
+from headstream.analyses.patching.sweeps.executor import Stopped, by_executor
 from headstream.analyses.patching.sweeps.workers import Job, local_pool, run_blocks
 from headstream.analyses.patching.task import Task
 from headstream.models.decoder import Decoder
@@ -230,6 +232,104 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     for _, files in told:
         # Nothing lost, and nothing computed twice.
         assert files.items() <= last.items()
+
+
+# Work of a minute, on a pool that is new or whose workers have begun; then Ctrl-C.
+INTERRUPTED = """
+    import sys, time
+    from headstream.analyses.patching.sweeps.workers import local_pool
+
+    began = None
+    try:
+        with local_pool(2) as pool:
+            sent = [pool.submit(time.sleep, 0 if sys.argv[1] == "begun" else 60)]
+            sent += [pool.submit(time.sleep, 60) for _ in range(9)]
+            if sys.argv[1] == "begun":
+                sent[0].result()
+            print("sent", flush=True)
+            try:
+                sent[1].result()
+            finally:
+                began = time.monotonic()
+                for future in sent:
+                    future.cancel()
+    except KeyboardInterrupt:
+        print("stopped", time.monotonic() - began, [one.is_alive() for one in pool._begun])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["new", "begun"])
+def test_ctrl_c_ends_workers_at_once_and_without_a_word(workers: str) -> None:
+    """New workers are amidst their imports, where an interrupt prints a traceback each."""
+    code = textwrap.dedent(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, workers],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "sent\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=50)
+    assert err == ""
+    words = out.split(maxsplit=2)
+    # The work would take a minute; on a busy machine the processes themselves take seconds to end.
+    assert words[0] == "stopped"
+    assert float(words[1]) < 20
+    assert words[2] == "[False, False]\n"
+    assert process.returncode == 0
+
+
+def test_an_interrupt_is_held_while_a_process_starts() -> None:
+    told = []
+
+    def interrupted() -> None:
+        with sweep_workers._without_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            told.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert told == [True], "all of it ran, masked"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Breaks(Executor):
+    """A pool that breaks: its thread gives every future an error, one after the other."""
+
+    def __init__(self) -> None:
+        self.sent: list[Future[Any]] = []
+        self.refused: list[BaseException] = []
+        self.thread = threading.Thread(target=self._break)
+
+    def submit(self, fn: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        self.sent.append(Future())
+        if len(self.sent) == 3:
+            self.thread.start()
+        return self.sent[-1]
+
+    def _break(self) -> None:
+        for future in self.sent:
+            try:
+                future.set_exception(BrokenExecutor("a process ended"))
+            except Exception as refused:
+                self.refused.append(refused)
+            time.sleep(0.05)
+
+
+def test_a_pool_that_breaks_is_left_to_give_its_errors() -> None:
+    """A future that was cancelled refuses one, and the pool's thread dies of that."""
+    pool = Breaks()
+    work = [Block(index, "effects", (index,)) for index in range(3)]
+    with pytest.raises(Stopped, match=r"^a worker died \(a process ended\)$"):
+        list(by_executor(pool, Job("folder", "0" * 64))(work))
+    pool.thread.join()
+    assert pool.refused == []
 
 
 class TestAWorkerThatCannot:
