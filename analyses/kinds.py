@@ -57,7 +57,7 @@ class HeadsResult(Result):
                 if label != "none":
                     found.setdefault(label, []).append(head_name(layer, head))
         if not found:
-            return f"no head of {labels.size} stands out from chance"
+            return f"no head of {labels.size} has a label"
         return "; ".join(f"{label}: {', '.join(heads)}" for label, heads in found.items())
 
 
@@ -69,10 +69,12 @@ class DecompositionResult(Result):
 
     def summary(self) -> str:
         mean = self.data["mean"]
-        order = mean.argsort().values[::-1]
-        top = ", ".join(
-            f"{mean['component'].values[i]} {mean.values[i]:+.2f}" for i in order[:3].tolist()
-        )
+        size = abs(mean.values)
+        # For or against the answer; rounding writes nothing.
+        order = [i for i in (-size).argsort(kind="stable")[:3] if size[i] > 1e-3 * size.max()]
+        top = ", ".join(f"{mean['component'].values[i]} {mean.values[i]:+.2f}" for i in order)
+        if not order:
+            top = "none"
         total = float(self.data["total"].mean())
         n = self.data.sizes["example"]
         return f"largest direct writes {top} of {total:+.2f} nats in all (n = {n})"
@@ -170,16 +172,22 @@ class SinksResult(Result):
             # A mass that is no number is no mass: -1 stands below all of them.
             top = np.unravel_index(int(np.nan_to_num(mass.values, nan=-1.0).argmax()), mass.shape)
             name = head_name(int(top[0]), int(top[1]))
+            none, which = (
+                (f"no head of {mass.size} rests", "the largest mass")
+                if mass.size > 1
+                else ("the only head does not rest", "its mass")
+            )
             words = (
-                f"no head of {mass.size} rests on the first token: the largest mass is "
-                f"{float(mass[top]):.2f} ({name}), chance {details['chance']:.2f}"
+                f"{none} on the first token: {which} is {float(mass[top]):.2f} ({name}), chance "
+                f"{details['chance']:.2f}"
             )
         else:
-            shown = ", ".join(f"{head_name(*at)} {float(mass[at]):.2f}" for at in resting[:4])
-            more = f" and {len(resting) - 4} more" if len(resting) > 4 else ""
+            shown = _some([f"{head_name(*at)} {float(mass[at]):.2f}" for at in resting])
+            many = len(resting) > 1
+            who = f"{len(resting)} of {mass.size} heads" if mass.size > 1 else "the only head"
             words = (
-                f"{len(resting)} of {mass.size} heads rest on the first token: {shown}{more} of "
-                f"their attention, chance {details['chance']:.2f}"
+                f"{who} {'rest' if many else 'rests'} on the first token (share of "
+                f"{'their' if many else 'its'} attention, chance {details['chance']:.2f}): {shown}"
             )
         cut = self._moved(bool(resting))
         at = f"at eps = {details['eps']:g}, T = {details['T']}"

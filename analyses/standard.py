@@ -176,20 +176,27 @@ def _census(results: Sequence[Result]) -> HeadsResult:
 
 def _together(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Result:
     """Heads that the census calls alike, cut together: single cuts miss what they share."""
-    chosen = labelled_heads(census, _INDUCTION)
+    chosen = _labelled(census, _INDUCTION)
     return redundant_set(model, task, chosen, values="mean", seed=seed, progress=False)
 
 
 def _circuit(model: Decoder, task: Task, census: HeadsResult, seed: int) -> Result:
     """The heads that the story of induction names, beside other sets of as many heads."""
     chosen: list[Head] = [
-        head for label in (_PREVIOUS, _INDUCTION) for head in labelled_heads(census, label)
+        head for label in (_PREVIOUS, _INDUCTION) for head in _labelled(census, label)
     ]
     config = model.config
     n_random = 100 if config.n_layers * config.n_heads <= _SMALL else 20
     return faithfulness(
         model, task, chosen, values="mean", n_random=n_random, seed=seed, progress=False
     )
+
+
+def _labelled(census: HeadsResult, label: str) -> list[Head]:
+    """Heads that the census calls this; where it calls none anything, that is said plainly."""
+    if bool((census.data["label"] == "none").all()):
+        raise TaskError("the census gives no head a label, so that it names none to cut")
+    return labelled_heads(census, label)
 
 
 def _settled(results: Sequence[Result]) -> list[Result]:

@@ -93,24 +93,39 @@ def _alt(cells: Cells) -> str:
     if not ranked:
         return "No cell of this map was computed."
     top, bottom = ranked[0], ranked[-1]
-    parts = [
+    ends = [
         f"largest {formats.with_unit(float(cells.mean[top]), cells.unit)} at "
         f"{cells.names[top[0]][top[1]]}",
         f"lowest {formats.with_unit(float(cells.mean[bottom]), cells.unit)} at "
         f"{cells.names[bottom[0]][bottom[1]]}",
     ]
+    if not any(cells.mean[at] for at in ranked):
+        ends = ["every effect is zero"]
+    elif len(ranked) == 1:
+        ends = ends[:1]
+    parts = list(ends)
     tested = cells.tested()
-    if tested:
+    if len(tested) == 1:
+        parts.append(
+            f"the one tested cell {'not ' if cells.indistinct() else ''}distinguishable from no "
+            "effect"
+        )
+    elif tested:
         faint = len(cells.indistinct())
         parts.append(
             f"{faint} of {len(tested)} tested cells not distinguishable from no effect"
             if faint
-            else f"all {len(tested)} tested cells distinguishable from no effect"
+            else f"{_all(len(tested))} tested cells distinguishable from no effect"
         )
     else:
         parts.append("no cell was tested")
     rows, columns = len(cells.rows.labels), len(cells.columns.labels)
-    return formats.sentence(f"{rows} by {columns} cells: " + "; ".join(parts))
+    grid = f"{rows} by {columns} cells" if rows * columns > 1 else "one cell"
+    return formats.sentence(f"{grid}: " + "; ".join(parts))
+
+
+def _all(many: int) -> str:
+    return "both" if many == 2 else f"all {many}"
 
 
 def _caption(item: Item, cells: Cells, limit: float, *, panels: int, written: bool) -> str:
@@ -124,8 +139,12 @@ def _caption(item: Item, cells: Cells, limit: float, *, panels: int, written: bo
     family = item.details.get("family")
     if cells.tested():
         sentences.append(
-            f"Stroke: p > {cells.alpha:g} by sign flips with the maximum over all {family} cells "
-            "that are not exactly zero"
+            f"Stroke: p > {cells.alpha:g} by sign flips with the maximum over "
+            + (
+                "the one cell that is not exactly zero"
+                if family == 1
+                else f"all {family} cells that are not exactly zero"
+            )
         )
     elif bool((cells.mean == 0).all()):
         sentences.append("No cell was tested: every effect is zero")

@@ -195,7 +195,8 @@ def _shape(config: Mapping[str, Any]) -> str:
     if get("n_layers") is not None:
         parts.append(formats.count(int(get("n_layers")), "layer"))
     if get("n_heads") is not None:
-        heads = f"{get('n_heads')} heads of width {get('d_head')} in each"
+        one = get("n_heads") == 1
+        heads = f"{get('n_heads')} {'head' if one else 'heads'} of width {get('d_head')} in each"
         if get("n_kv_heads") is not None and get("n_kv_heads") != get("n_heads"):
             heads += f" ({get('n_kv_heads')} key/value heads)"
         parts.append(heads)

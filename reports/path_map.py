@@ -75,14 +75,23 @@ def _map(item: Item, found: Paths, senders: Sequence[str], receivers: Sequence[s
     return Figure(
         id=f"figure-{item.anchor}",
         name=f"Map of paths: {item.name}",
-        alt=f"{len(inner)} paths from one part to another: the strongest is "
-        f"{top.label.replace('->', ' to ')}, {formats.with_unit(top.mean, item.unit)}; {faint} are "
-        "not distinguishable from no effect.",
+        alt=(f"{formats.count(len(inner), 'path')} from one part to another: ".capitalize())
+        + (
+            f"the strongest is {top.label.replace('->', ' to ')}, "
+            f"{formats.with_unit(top.mean, item.unit)}; {faint} "
+            f"{'is' if faint == 1 else 'are'} not distinguishable from no effect."
+            if top.mean
+            else "every effect is zero."
+        ),
         caption=f"Mean effect of handing what the sender (across) wrote to one receiver (down) "
         f"alone, {item.manner}, n = {item.n} prompt pairs, in {item.unit}; the scale runs from "
         f"−{formats.number(limit)} to +{formats.number(limit)}. Frame: CAUSAL. Stroke: "
-        f"p > {found.alpha:g} by sign flips with the maximum over all {item.details['family']} "
-        "paths that are not exactly zero. "
+        f"p > {found.alpha:g} by sign flips with the maximum over "
+        + (
+            "the one path that is not exactly zero. "
+            if item.details["family"] == 1
+            else f"all {item.details['family']} paths that are not exactly zero. "
+        )
         + ("Grey: the sender comes later. " if len(drawn) < len(senders) * len(receivers) else "")
         + (
             f"Not shown: {hidden} of {len(inner)} paths; the ends with the largest effects are. "

@@ -15,6 +15,7 @@ from headstream.reports.study import Item, Study
 from headstream.reports.tables import Cell, Column, Table, exact, number_cell, table
 
 _MOST = 20  # rows of a table: report-design.md 3.3
+_WORTH_A_HEADLINE = 0.1  # of the gap, for or against
 _LIMITS = (
     (
         "One path at a time.",
@@ -56,6 +57,8 @@ def paths(study: Study) -> Section | None:
 def dominant(item: Item, labels: Mapping[str, str]) -> str:
     """The strongest path that does not end at the logits, as a sentence; "" if there is none.
 
+    One that carries less than a tenth of the gap is not named, whatever its label.
+
     Args:
         labels: what the census calls a head, by its name; said beside it.
     """
@@ -68,6 +71,11 @@ def dominant(item: Item, labels: Mapping[str, str]) -> str:
     head = receiver.rpartition(".")[0] or receiver
     where = into(receiver).replace(head, _named(head, labels))
     refused = item.details["normalized_refused"] is not None or math.isnan(strongest.normalized)
+    if not refused and abs(strongest.normalized) < _WORTH_A_HEADLINE:
+        return formats.summary(
+            f"No path of {len(inner)} from one part to another carries a tenth of the gap (n = "
+            f"{strongest.n})"
+        )
     value, ends = (
         (f"{strongest.mean:+.2f}", strongest.interval)
         if refused
@@ -75,9 +83,14 @@ def dominant(item: Item, labels: Mapping[str, str]) -> str:
     )
     between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if all(map(math.isfinite, ends)) else ""
     unit = item.unit if refused else "of the gap"
+    among = (
+        f"Among {len(inner)} paths from one part to another the strongest"
+        if len(inner) > 1
+        else "The only path from one part to another"
+    )
     label = Evidence.CAUSAL if strongest.causal else Evidence.UNKNOWN
     return formats.summary(
-        f"Among {len(inner)} paths from one part to another the strongest leads from "
+        f"{among} leads from "
         f"{_named(sender, labels)} {where}: {value}{between} {unit}, {label} (n = "
         f"{strongest.n})"
     )
@@ -129,7 +142,7 @@ def _table(item: Item, found: Paths) -> Table:
         Column("path", "from, to"),
         Column("effect", f"{item.unit}, 95% interval", numeric=True),
         *([] if refused else [Column("share of the gap", "95% interval", numeric=True)]),
-        Column("p", f"over all {item.details['family']} paths", numeric=True),
+        Column("p", _family(item), numeric=True),
         Column("unrelated prompt", item.unit, numeric=True),
         Column("evidence"),
     ]
@@ -145,13 +158,23 @@ def _table(item: Item, found: Paths) -> Table:
         for path in chosen
     ]
     which = (
-        f"The {len(chosen)} paths that stand out"
+        "The one path that stands out"
+        if len(claimed) == 1
+        else "The only path"
+        if len(everything) == 1
+        else f"The {len(chosen)} paths that stand out"
         if claimed and len(chosen) == len(claimed)
         else f"The {len(chosen)} largest of {len(claimed) or len(everything)} paths"
         if len(chosen) < len(claimed or everything)
         else f"All {len(chosen)} paths"
     )
     return table(f"{which}, {item.manner}, n = {item.n}", columns, rows)
+
+
+def _family(item: Item) -> str:
+    """What the maximum of the test is over."""
+    family = item.details["family"]
+    return "of the only path" if family == 1 else f"over all {family} paths"
 
 
 def _share(path: Path) -> Cell:

@@ -28,17 +28,18 @@ from headstream.reports.tables import Cell, Column, Table, number_cell, table
 
 _MOST_LINES = 4
 _MOST_ROWS = 24
+_ALONE = (
+    "One head at a time.",
+    "Heads that can stand in for each other may each show nothing; the last row of the table "
+    "cuts all of them together. Sets in between were not tried.",
+)
 _LIMITS = (
     (
         "Where, not why.",
         "Mass on the first token is where a head looks on these inputs. What it is for is said by "
         "the cuts alone, and only as far as the loss on these inputs goes.",
     ),
-    (
-        "One head at a time.",
-        "Heads that can stand in for each other may each show nothing; the last row of the table "
-        "cuts all of them together. Sets in between were not tried.",
-    ),
+    _ALONE,
     (
         "A cut is no training.",
         "A model that had been trained without a sink could do well; this one is asked to do "
@@ -57,7 +58,8 @@ def sinks(study: Study) -> Section | None:
         several = f"Study {number}: " if len(items) > 1 else ""
         blocks.append(Heading(f"{several}{item.result.title}", item.anchor))
         blocks += _one(item)
-    blocks.append(Bullets(_LIMITS))
+    several = any(item.result.data["sink_mass"].size > 1 for item in items)
+    blocks.append(Bullets(tuple(limit for limit in _LIMITS if several or limit is not _ALONE)))
     return Section(
         "sinks",
         "What rests on the first token",
@@ -192,13 +194,15 @@ def _table(item: Item) -> Table:
                     *(cell for cut in cuts for cell in _cut_cells(at.sel(cut=cut), "effect")),
                 ]
             )
-    rows.append(
-        [
-            Cell("all heads"),
-            *(Cell("–") for _ in range(3)),
-            *(cell for cut in cuts for cell in _cut_cells(data.sel(cut=cut), "together")),
-        ]
-    )
+    # A single head is all heads.
+    if len(rows) > 1:
+        rows.append(
+            [
+                Cell("all heads"),
+                *(Cell("–") for _ in range(3)),
+                *(cell for cut in cuts for cell in _cut_cells(data.sel(cut=cut), "together")),
+            ]
+        )
     caption = f"The first token, head by head, and the change of the loss when it is cut (n = {n})"
     return table(caption, columns, rows, sortable=False)
 
@@ -220,6 +224,14 @@ def _stream(item: Item) -> Terms:
     peaks = [float(value) for value in item.result.data["peak"].values.tolist()]
     words = ", ".join(f"layer {layer}: {formats.short(p)}" for layer, p in enumerate(peaks))
     return Terms((Term("Norm of the stream at the first token, over the others'", words),))
+
+
+def _which(shown: int, of: int) -> str:
+    if of == 1:
+        return "The only head"
+    if shown == of:
+        return f"All {of} heads"
+    return f"The {shown} heads with the largest mass"
 
 
 def _by_position(item: Item) -> list[Block]:
@@ -247,7 +259,7 @@ def _by_position(item: Item) -> list[Block]:
         id=f"figure-{item.anchor}-position",
         name="Attention on the first token, by position",
         alt=f"At the last position: {last}.",
-        caption=f"The {len(chosen)} heads with the largest mass; mean over sequences. Dotted: "
+        caption=f"{_which(len(chosen), mass.size)}; mean over sequences. Dotted: "
         "chance, one over the number of tokens that a query may read.",
         spec=drawing.spec,
         height=drawing.height,

@@ -15,6 +15,7 @@ from headstream.reports.tables import Cell, Column, Table, number_cell, table
 
 _MOST_BARS = 14
 _FULL_TABLE = 16
+_BIAS = "b_U"  # what the residual decomposition calls the output bias
 
 
 def writes(study: Study) -> Section | None:
@@ -126,12 +127,24 @@ def _caption(item: Item, rest: list[int], unit: str) -> str:
         f"Mean over {formats.count(item.n or 0, 'prompt')} (n = {item.n}) in {unit}, in the order "
         "in which the parts write",
         "Thin lines at the ends of bars are 95% intervals over prompts",
-        "The last bar is the measured value, less the part that the output bias alone gives",
+        _last_bar(item),
         f"Not shown: the {len(rest)} smallest parts, which are added into one bar"
         if rest
         else "Nothing is hidden",
     ]
     return " ".join(formats.sentence(text) for text in sentences)
+
+
+def _last_bar(item: Item) -> str:
+    """What the last bar holds: all that was measured, unless the output bias is no part."""
+    names = [str(name) for name in item.result.data["component"].values.tolist()]
+    if _BIAS in names:
+        return (
+            f"The last bar is the whole measured value; {_BIAS}, the output bias, is a part of it"
+        )
+    if item.result.provenance.config.get("unembed_bias"):
+        return "The last bar is the measured value, less the part that the output bias alone gives"
+    return "The last bar is the whole measured value"
 
 
 def _table(

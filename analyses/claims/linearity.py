@@ -72,13 +72,13 @@ def _linear_paths(subject: Subject) -> Observation:
     held = ["patterns held"]
     held += ["each norm's scale at its mean"] if config.norm != "none" else []
     held += ["each MLP's output at its mean"] if config.has_mlp else []
-    kind = "with MLPs" if config.has_mlp else "attention-only"
+    kind = "model with MLPs" if config.has_mlp else "attention-only model"
     return Observation(
         value=1 - float(missed.sum() / varied.sum()),
         unit="of the variance",
         interval=(1 - float(high[0]), 1 - float(low[0])),
         n=len(tokens),
-        on=f"this {kind} model, {subject.sampled}; {', '.join(held)}",
+        on=f"this {kind}, {subject.sampled}; {', '.join(held)}",
     )
 
 

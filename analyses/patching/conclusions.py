@@ -15,7 +15,7 @@ import xarray as xr
 from headstream.analyses.evidence import Claim, Evidence, proven
 from headstream.analyses.patching.inference import ALPHA, MIN_PAIRS, failed_conditions
 from headstream.analyses.patching.result import Cell, least_notable, ranked_cells
-from headstream.analyses.patching.words import opposed, second_effect, sentence
+from headstream.analyses.patching.words import all_zero, opposed, second_effect, sentence
 
 # How many sites without the label are still named, the largest effects first.
 NOTABLE = 3
@@ -117,8 +117,9 @@ def claim_of(
     if failed:
         reason = "; ".join(filter(None, [*failed, beside_failed]))
     else:
+        over = f"{details['family']} {family if details['family'] != 1 else family.rstrip('s')}"
         reason = (
-            f"p = {cell.p_value:.2g} (sign-flip, maximum over {details['family']} {family}); "
+            f"p = {cell.p_value:.2g} (sign-flip, maximum over {over}); "
             f"{cell.mean:+.2f} {unit}, with an unrelated prompt's {foreign} {cell.unrelated:+.2f}"
             + (f"; {beside}" if beside else "")
         )
@@ -188,7 +189,8 @@ def warnings_of(data: xr.Dataset, details: Mapping[str, Any]) -> list[str]:
         )
     words += _second_disagrees(data, details)
     if not np.any(np.nan_to_num(data["effects"].values)):
-        words.append("every effect is exactly zero: no one of these values moves the answer")
+        what = "one of these writes" if details["site"] == "path" else "one of these values"
+        words.append(all_zero(details, data, f"no {what} moves the metric"))
     return words
 
 

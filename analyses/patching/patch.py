@@ -22,6 +22,7 @@ from headstream.analyses.patching.rows import check_option, check_seed
 from headstream.analyses.patching.sweep_plan import SweepPlan
 from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task
+from headstream.analyses.patching.words import all_zero
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.given_model import takes_model
@@ -194,8 +195,8 @@ def _patch(
     )
     if moves_nothing(swept, model):
         warnings.warn(
-            f"patch of {grid.name}, {plan.direction}: every effect is exactly zero; no one of "
-            "these values moves the answer",
+            f"patch of {grid.name}, {plan.direction}: "
+            + all_zero(details, data, "no one of these values moves the metric"),
             stacklevel=4,
         )
     how = "denoising" if plan.direction == "denoise" else "noising"

@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 from headstream.analyses.patching.inference import ALPHA
-from headstream.analyses.patching.words import count, nouns, verb
+from headstream.analyses.patching.words import count, none_moves, nouns, told, verb
 from headstream.analyses.result import Result
 from headstream.models.names import head_name
 
@@ -147,7 +147,7 @@ class PatchingResult(Result):
     def summary(self) -> str:
         """The labelled sites, and those that only the unrelated-prompt control excludes.
 
-        Where no site of a group moves half the gap, it moves "part of the answer". Sites that pass
+        Sites that move less than half the gap move "part of the answer". Sites that pass
         the test but do no more than an unrelated prompt's values are named from 5% of the gap on.
         """
         cells = ranked_cells(self.data)
@@ -173,23 +173,10 @@ class PatchingResult(Result):
             none = f"No {noun[0]} of {total} is shown to {verb(self.details, 1.0, many=None)}"
             largest = max(cells, key=lambda cell: abs(cell.mean))
             what = f"largest {largest.worded(refused, metric['unit'])}"
-            return f"{none}; {what if largest.mean else 'every effect is zero'} (n = {n})"
-        towards = [cell for cell in causal if cell.normalized > 0]
-        against = [cell for cell in reversed(causal) if cell.normalized <= 0]
-        # Where the gap is within its noise a share is NaN, and the direction is not said.
-        neither = [cell for cell in causal if math.isnan(cell.normalized)]
-        moved = {
-            verb(self.details, group[0].normalized, many=len(group) > 1): group
-            for group in (towards, against, neither)
-            if group
-        }
-        parts = []
-        for moves, group in moved.items():
-            shown = [cell.worded(refused, metric["unit"]) for cell in group[:_NAMED]]
-            if len(group) > _NAMED:
-                shown.append(f"{len(group) - _NAMED} more")
-            parts.append(f"{count(len(group), noun)} {moves}: {', '.join(shown)}")
-        text = "; ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])])
+            what = what if largest.mean else none_moves(self.details, self.data)
+            return f"{none}; {what} (n = {n})"
+        found = [(cell.normalized, cell.worded(refused, metric["unit"])) for cell in causal]
+        text = told(self.details, found, noun, most=_NAMED)
         if excluded:
             text += f"; not told from an unrelated prompt's values: {untold}"
         return f"{text} (n = {n})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,56 @@ _VERBS = {
 }
 
 
-def verb(details: Mapping[str, Any], share: float | None, *, many: bool | None) -> str:
-    """The verb and its object by the (largest) share moved; `many` is None for the infinitive."""
+def verb(
+    details: Mapping[str, Any], share: float | None, *, many: bool | None, noun: str | None = None
+) -> str:
+    """The verb and its object by the share moved; `many` is None for the infinitive.
+
+    Args:
+        noun: the object, if it is not what the metric calls it.
+    """
     form = {False: 0, True: 1, None: 2}[many]
     if share is None or not np.isfinite(share):
         words = ("moves", "move", "move")[form]
     else:
         much = "most" if share >= _MOST_OF_IT else "part" if share > 0 else "against"
         words = _VERBS[details["direction"], much][form]
-    return f"{words} {details['metric']['noun']}"
+    return f"{words} {details['metric']['noun'] if noun is None else noun}"
+
+
+def told(
+    details: Mapping[str, Any],
+    found: Sequence[tuple[float, str]],
+    noun: tuple[str, str],
+    *,
+    most: int,
+    of: str = "",
+) -> str:
+    """Who does what to the answer; those that do it in part are told apart from those that do it.
+
+    Args:
+        found: share of the gap and words of each, from most towards the other run to most against;
+            where a share is NaN, no direction is said.
+        noun: what they are called: one, and many.
+        most: how many that move the same way are named.
+        of: what follows the noun: ` of 81`.
+    """
+    whole = [pair for pair in found if pair[0] >= _MOST_OF_IT]
+    partly = [pair for pair in found if 0 < pair[0] < _MOST_OF_IT]
+    against = [pair for pair in reversed(found) if pair[0] <= 0]
+    neither = [pair for pair in found if np.isnan(pair[0])]
+    parts = []
+    for group in filter(None, (whole, partly, against, neither)):
+        many, more = len(group) > 1, group is partly and whole
+        moves = verb(details, group[0][0], many=many, noun="it" if more else None)
+        who = f"{count(len(group), ('more', 'more'))}" if more else f"{count(len(group), noun)}{of}"
+        # Those that do it in part share the room with those before them; two have some always.
+        room = max(most - len(whole), 2) if more else most
+        shown = [words for _, words in group[:room]]
+        if len(group) > room:
+            shown.append(f"{len(group) - room} {'others' if more else 'more'}")
+        parts.append(f"{who} {moves}: {', '.join(shown)}")
+    return "; ".join([*parts[:1], *(part[0].lower() + part[1:] for part in parts[1:])])
 
 
 # Below this a number prints as 0.00: it moves neither way.
@@ -76,6 +117,35 @@ def second_effect(details: Mapping[str, Any], mean: float, second: float) -> str
         return ""
     moves = " moves the other way," if opposed(details, mean, second) else ""
     return f"{metric['name']}{moves} {second:+.2f} {metric['unit']}"
+
+
+def second_moves(details: Mapping[str, Any], data: xr.Dataset) -> str:
+    """`log_prob, moves by up to +4.86 nats`: the largest mean effect; empty if that prints as 0."""
+    metric = details.get("second_metric")
+    if not metric or "second" not in data:
+        return ""
+    second = np.nan_to_num(data["second"].values).ravel()
+    largest = float(second[np.abs(second).argmax()]) if second.size else 0.0
+    if abs(largest) < _LEAST_PRINTED:
+        return ""
+    return f"{metric['name']}, moves by up to {largest:+.2f} {metric['unit']}"
+
+
+def all_zero(details: Mapping[str, Any], data: xr.Dataset, what: str) -> str:
+    """The warning of a sweep that moves its metric nowhere: it may yet move the second one.
+
+    Args:
+        what: what does not move the metric, as a clause.
+    """
+    second = second_moves(details, data)
+    beside = f"; its second metric, {second}" if second else ""
+    return f"every effect is exactly zero; {what}{beside}"
+
+
+def none_moves(details: Mapping[str, Any], data: xr.Dataset) -> str:
+    """The same in a summary."""
+    second = second_moves(details, data).replace(", moves", " moves", 1)
+    return "every effect is zero" + (f", but {second}" if second else "")
 
 
 def nouns(data: xr.Dataset) -> tuple[str, str]:

@@ -330,6 +330,10 @@ def _claims(result: SinksResult) -> list[Claim]:
     claims: list[Claim] = []
     data, details, resting = result.data, result.details, result.resting
     n = int(details["n"])
+    inputs = str(details["inputs"])
+    # The census rests on other tokens: one head may have a claim of either.
+    of = "the task's prompts" if inputs.startswith("clean prompts") else inputs
+    alone = data["sink_mass"].size == 1
     for layer in data["layer"].values.tolist():
         for head in data["head"].values.tolist():
             cell = data.sel(layer=layer, head=head)
@@ -340,7 +344,7 @@ def _claims(result: SinksResult) -> list[Claim]:
                 claims.append(
                     measured(
                         f"sinks.{name}",
-                        f"{name} rests on the first token",
+                        f"{name} rests on the first token of {of}",
                         value=float(cell["sink_mass"]),
                         unit="attention mass",
                         n=n,
@@ -354,9 +358,10 @@ def _claims(result: SinksResult) -> list[Claim]:
                         where="sinks",
                     )
                 )
-            if rests or bool(cell["effect_causal"].any()):
+            if rests or alone or bool(cell["effect_causal"].any()):
                 claims += _cut_claims(cell, "effect", name, n)
-    claims += _cut_claims(data, "together", "all heads", n)
+    if not alone:
+        claims += _cut_claims(data, "together", "all heads", n)
     return claims
 
 

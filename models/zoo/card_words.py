@@ -18,6 +18,18 @@ _TASK = {
     "n_content": "{} content tokens to draw from",
     "n_fillers": "{} fillers to draw from",
     "pairs": "{} key-value pairs each",
+    "distance": "a repeat {} tokens back",
+}
+_CORRUPTED = {
+    "earlier_query": "the earlier copy of the last token replaced in the corrupted prompt",
+    "answer": "the answer replaced in the corrupted prompt",
+    "last": "the last token replaced in the corrupted prompt",
+}
+# Keys that are no words by themselves.
+_WORDS = {
+    "attention_from_the_question_to_the_needles_value": (
+        "attention from the question to the value asked for"
+    ),
 }
 _LONGEST_RUN = 12  # values that stand in one line
 
@@ -83,7 +95,7 @@ def reached(card: Mapping[str, Any]) -> tuple[str, str]:
 
 def words(key: str) -> str:
     """A key as words; the name of a weight, `embed.W_E`, stays as it is."""
-    return key if "." in key else key.replace("_", " ")
+    return key if "." in key else _WORDS.get(key, key.replace("_", " "))
 
 
 def plain(value: Any) -> str:
@@ -123,7 +135,11 @@ def _task(value: Mapping[str, Any], card: Mapping[str, Any]) -> _Rows:
     rest = {key: item for key, item in value.items() if key != "kind"}
     kind = [("kind", plain(value["kind"]))] if "kind" in value else []
     shown = [
-        _TASK[key].format(plain(item)) if key in _TASK else f"{words(key)} {_span(item)}"
+        _TASK[key].format(_span(item))
+        if key in _TASK
+        else _CORRUPTED[item]
+        if key == "corruption" and isinstance(item, str) and item in _CORRUPTED
+        else f"{words(key)} {_span(item)}"
         for key, item in rest.items()
     ]
     return [*kind, ("prompts", ", ".join(shown))]
@@ -193,7 +209,29 @@ def _by_head(value: Mapping[str, Any]) -> tuple[tuple[tuple[str, ...], ...], dic
 def _measured(value: Mapping[str, Any], card: Mapping[str, Any]) -> _Rows:
     # The bound is said beside the idle heads.
     shown = {key: item for key, item in value.items() if key != "idle_below"}
-    return [row for key, item in shown.items() for row in _run(words(str(key)), item)]
+    return [
+        row
+        for key, item in shown.items()
+        for row in (_by_block if key == "usual_test" else _run)(words(str(key)), item)
+    ]
+
+
+def _by_block(name: str, item: Any) -> _Rows:
+    """A test at several lengths of a block: what it is, then the figure and head of each length."""
+    if not isinstance(item, Mapping):
+        return _run(name, item)
+    lengths = [str(key) for key in item if str(key).isdecimal()]
+    told = {"what", *lengths, *(f"head at {length}" for length in lengths)}
+    values = []
+    for length in lengths:
+        head = item.get(f"head at {length}")
+        values.append(f"{length}: {plain(item[length])}" + (f" ({plain(head)})" if head else ""))
+    rest = {key: inner for key, inner in item.items() if str(key) not in told}
+    return [
+        *([(name, plain(item["what"]))] if "what" in item else []),
+        *([(f"{name} by block length", ", ".join(values))] if values else []),
+        *(_run(f"{name}, more", rest) if rest else []),
+    ]
 
 
 def _flat(key: str, item: Any) -> _Rows:
@@ -216,7 +254,8 @@ def _bars(value: Mapping[str, Any], card: Mapping[str, Any]) -> _Rows:
         sides = [f"must be {side} {plain(bar[side])}" for side in ("below", "above") if side in bar]
         met = ("met" if bar["met"] is True else "MISSED") if "met" in bar else ""
         shown = [plain(bar.get("value")), *sides, met]
-        rows.append((words(str(key).replace(".", ", ")), ", ".join(filter(None, shown))))
+        name = str(key).replace("usual_test.", "usual_test.block length ").replace(".", ", ")
+        rows.append((words(name), ", ".join(filter(None, shown))))
     return rows
 
 

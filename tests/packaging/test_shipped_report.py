@@ -20,5 +20,6 @@ def test_the_page_is_small_and_the_command_says_what_it_found(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert page.stat().st_size <= LARGEST
-    assert "Five heads restore the answer: L0H0" in done.stdout
+    assert "One head restores the answer: L0H0" in done.stdout
+    assert "; four more restore part of it: L1H2" in done.stdout
     assert "Warning:" not in done.stderr

@@ -27,6 +27,7 @@ from headstream.analyses.patching.places import places_of
 from headstream.analyses.patching.rows import check_option, check_seed
 from headstream.analyses.patching.sweeps.sweep import run_sweep
 from headstream.analyses.patching.task import Task
+from headstream.analyses.patching.words import all_zero
 from headstream.analyses.result import Provenance
 from headstream.models.decoder import Decoder
 from headstream.models.errors import TaskError
@@ -193,8 +194,7 @@ def _path_patch(
     )
     if moves_nothing(swept, model):
         warnings.warn(
-            "path_patch: every effect is exactly zero; what one sender passes on by one path moves "
-            "no answer",
+            "path_patch: " + all_zero(details, data, "no one of these writes moves the metric"),
             stacklevel=4,
         )
     ends = ("sender", *tuple(coords)[2:])

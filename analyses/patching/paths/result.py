@@ -21,7 +21,7 @@ import xarray as xr
 from headstream.analyses.evidence import Claim, proven
 from headstream.analyses.patching.conclusions import claim_of, named_cells, share_of
 from headstream.analyses.patching.result import Cell, PatchingResult, ranked_cells
-from headstream.analyses.patching.words import count, verb
+from headstream.analyses.patching.words import none_moves, told, verb
 
 _NOUN = ("path", "paths")
 # Paths that the summary names before it says how many more there are.
@@ -60,28 +60,10 @@ class PathResult(PatchingResult):
             none = f"No path of {len(cells)} is shown to {verb(self.details, 1.0, many=None)}"
             largest = max(cells, key=lambda cell: abs(cell.mean))
             what = f"largest {largest.worded(refused, unit)}"
-            what = what if largest.mean else "every effect is zero"
+            what = what if largest.mean else none_moves(self.details, self.data)
             return f"{none}; {what}{self._untold(cells)} (n = {n})"
-        groups: dict[float | None, list[Cell]]
-        if refused:
-            groups = {None: causal}
-        else:
-            groups = {
-                group[0].normalized: group
-                for group in (
-                    [cell for cell in causal if cell.normalized > 0],
-                    [cell for cell in reversed(causal) if not cell.normalized > 0],
-                )
-                if group
-            }
-        parts = []
-        for share, group in groups.items():
-            shown = [cell.worded(refused, unit) for cell in group[:_NAMED]]
-            if len(group) > _NAMED:
-                shown.append(f"{len(group) - _NAMED} more")
-            moves = verb(self.details, share, many=len(group) > 1)
-            parts.append(f"{count(len(group), _NOUN)} of {len(cells)} {moves}: {', '.join(shown)}")
-        text = "; ".join([parts[0], *(part[0].lower() + part[1:] for part in parts[1:])])
+        found = [(cell.normalized, cell.worded(refused, unit)) for cell in causal]
+        text = told(self.details, found, _NOUN, most=_NAMED, of=f" of {len(cells)}")
         return f"{text}{self._untold(cells)} (n = {n})"
 
     def _untold(self, cells: list[Cell]) -> str:

@@ -97,8 +97,36 @@ def test_decomposition_says_the_largest_writes() -> None:
         provenance=PROVENANCE,
     )
     assert result.summary() == (
-        "largest direct writes L1H1 +3.00, embed +0.50, L0H0 -1.00 of +2.50 nats in all (n = 2)"
+        "largest direct writes L1H1 +3.00, L0H0 -1.00, embed +0.50 of +2.50 nats in all (n = 2)"
     )
+
+
+@pytest.mark.parametrize(
+    ("means", "words"),
+    [
+        ([10.0, 0.0, -5.0], "largest direct writes embed +10.00, L1H1 -5.00 of +5.00 nats in all"),
+        ([10.0, 9e-3, 0.0], "largest direct writes embed +10.00 of +5.00 nats in all"),
+        ([0.0, 0.0, 0.0], "largest direct writes none of +5.00 nats in all"),
+    ],
+)
+def test_a_part_that_writes_nothing_is_not_among_the_largest(
+    means: list[float], words: str
+) -> None:
+    result = DecompositionResult(
+        title="writes",
+        data=xr.Dataset(
+            {"mean": ("component", means), "total": ("example", [5.0, 5.0])},
+            coords={"component": ["embed", "L0H0", "L1H1"]},
+        ),
+        provenance=PROVENANCE,
+    )
+    assert result.summary() == f"{words} (n = 2)"
+
+
+def test_a_census_without_labels_says_no_more_than_that() -> None:
+    census = heads_result()
+    census.data["label"][:] = "none"
+    assert census.summary() == "no head of 4 has a label"
 
 
 def test_audit_counts_what_passed() -> None:

@@ -119,6 +119,14 @@ def test_sets_that_the_census_does_not_name_are_left_out(monkeypatch: pytest.Mon
     assert "faithfulness" in [result.kind for result in results]
 
 
+def test_a_census_without_labels_names_nothing_to_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard, "heads", lambda model, seed: census([["none", "none"]] * 2))
+    results = standard_study(toy(n_layers=2), task=pairs(), progress=False)
+    why = "the census gives no head a label, so that it names none to cut"
+    for name in ("redundant set", "circuit"):
+        assert f"{name}: {why}" in results[0].details["left_out"]
+
+
 @pytest.mark.parametrize(
     ("most", "receivers", "said"),
     [

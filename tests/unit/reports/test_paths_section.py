@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headstream.analyses.evidence import Evidence
@@ -67,6 +69,24 @@ def test_no_share_where_the_gap_is_too_small(samples) -> None:
     first, _ = blocks_of(section, Table)
     assert "share of the gap" not in [column.heading for column in first.columns]
     assert "+4.00" in headline(study(samples.paths(refused="too small"))).finding[1]
+
+
+def test_one_path_is_not_called_paths(samples) -> None:
+    result = samples.paths()
+    one = [claim for claim in result.claims if claim.id in ("path.L0H1->L1H2.k", "self_patch.path")]
+    first, _ = blocks_of(paths(study(replace(result, claims=tuple(one)))), Table)
+    assert first.caption == "The one path that stands out, denoising, all positions at once, n = 12"
+
+
+def test_a_path_that_carries_little_makes_no_headline(samples) -> None:
+    """CAUSAL at 1% of the gap is a row of the table, not what a page begins with."""
+    little = samples.paths()
+    little.data["normalized"] = little.data["normalized"] / 80
+    assert headline(study(samples.patching(), little)).finding[1].replace("\u00a0", " ") == (
+        "No path of 27 from one part to another carries a tenth of the gap (n = 12)."
+    )
+    little.data["normalized"] = -12 * little.data["normalized"]  # 0.12, against
+    assert ": −0.12 " in headline(study(samples.patching(), little)).finding[1]
 
 
 def test_the_map_has_receivers_down_and_leaves_the_logits_to_the_table(samples) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -300,6 +301,16 @@ def test_map_is_said_in_one_sentence(samples) -> None:
     )
 
 
+def test_a_map_of_nothing_or_of_one_cell_is_not_said_as_one_of_many(samples) -> None:
+    (figure,) = blocks_of(
+        effects(study(samples.patching(mean=np.zeros((2, 4)), causal=[]))), Figure
+    )
+    assert figure.alt.startswith("2 by 4 cells: every effect is zero; ")
+    one = samples.patching(mean=np.array([[1.5]]), coords={"layer": [1], "head": [0]}, causal=[])
+    (figure,) = blocks_of(effects(study(one)), Figure)
+    assert figure.alt.startswith("One cell: largest +1.500 nats at L1H0; the one tested cell ")
+
+
 def test_caption_says_direction_n_unit_scale_and_what_is_hidden(samples) -> None:
     (figure,) = blocks_of(effects(study(samples.patching())), Figure)
     for words in (
@@ -463,6 +474,25 @@ def test_waterfall_ends_at_the_measured_value(samples) -> None:
     assert bar["x"][-1] == pytest.approx(total, abs=1e-6)
     # float32 on the page: the last write ends where the measured bar does.
     assert bar["base"][-2] + bar["x"][-2] == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bias", "part", "words"),
+    [
+        (True, True, "The last bar is the whole measured value; b_U, the output bias, is a part"),
+        (True, False, "The last bar is the measured value, less the part that the output bias"),
+        (False, False, "The last bar is the whole measured value. "),
+    ],
+)
+def test_the_caption_says_what_the_last_bar_holds(samples, bias, part, words) -> None:
+    result = samples.decomposition()
+    names = [str(name) for name in result.data["component"].values]
+    if part:
+        result = replace(result, data=result.data.assign_coords(component=[*names[:-1], "b_U"]))
+    config = result.provenance.config | {"unembed_bias": bias}
+    result = replace(result, provenance=replace(result.provenance, config=config))
+    (figure,) = blocks_of(writes(study(result)), Figure)
+    assert words in figure.caption
 
 
 def test_small_writes_are_added_into_one_bar(samples) -> None:

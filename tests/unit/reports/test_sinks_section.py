@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headstream.analyses.evidence import Evidence
@@ -76,11 +78,24 @@ def test_many_heads_fold_their_table(samples) -> None:
 def test_a_cut_is_an_intervention_and_the_page_says_which(samples) -> None:
     page = study(samples.sinks())
     assert not any("No intervention" in text for text in headline(page).finding)
-    assert headline(page).finding[0].startswith("1 of 8 heads rest on the first token")
+    assert headline(page).finding[0].startswith("1 of 8 heads rests on the first token")
     (bullets,) = blocks_of(limits(page, []), Bullets)[:1]
     leads = [lead for lead, _ in bullets.items]
     assert "No patching." in leads
     assert "No intervention." not in leads
+
+
+def test_a_single_head_is_not_told_twice(samples) -> None:
+    result = samples.sinks()
+    data = result.data.isel(layer=[1], head=[2]).assign_coords(layer=[0], head=[0])
+    page = study(replace(result, data=data))
+    section = sinks(page)
+    assert headline(page).finding[0].startswith("The only head rests on the first token (share ")
+    (rows,) = blocks_of(section, Table)
+    assert [row[0].text for row in rows.groups[0].rows] == ["L0H0"]
+    assert blocks_of(section, Figure)[1].caption.startswith("The only head; mean over sequences")
+    (bullets,) = blocks_of(section, Bullets)
+    assert "One head at a time." not in dict(bullets.items)
 
 
 def test_a_model_without_a_sink_and_a_single_sequence_are_drawn(samples) -> None:

@@ -86,6 +86,7 @@ def test_linear_paths_explain_all_of_attention_alone_and_less_with_norms_and_mlp
     assert full.value is not None
     assert full.value < normed.value < 1 - 1e-3
     assert "each MLP's output at its mean" in full.reason
+    assert full.reason.startswith("this model with MLPs, ")
 
 
 def test_a_model_whose_logits_are_all_alike_has_no_share(toy: Make) -> None:

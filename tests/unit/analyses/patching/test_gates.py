@@ -29,6 +29,18 @@ def causal(result: PatchingResult) -> list[str]:
     return [claim.id for claim in result.claims if claim.evidence is Evidence.CAUSAL]
 
 
+def test_where_the_metric_stays_the_second_is_said() -> None:
+    """One input of an AND: what the logit difference cannot see the log-probability does."""
+    model = load("constructed-and")
+    words = (
+        r"patch of z, denoise: every effect is exactly zero; no one of these values moves the "
+        r"metric; its second metric, log_prob, moves by up to \+4\.86 nats"
+    )
+    with pytest.warns(UserWarning, match=words):
+        result = patch(model, Task.for_model(model, n=6), "z", progress=False)
+    assert float(abs(result.data["second"]).max()) == pytest.approx(4.858, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("gate", "direction", "finds"),
     [

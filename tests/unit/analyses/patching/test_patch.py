@@ -389,7 +389,7 @@ class TestLabels:
         claim = next(c for c in result.claims if c.evidence is Evidence.CAUSAL)
         assert claim.statement == "resid_post of L1@-1 restores the answer"
         assert (claim.value, claim.unit, claim.n) == (pytest.approx(1.0), "of the gap", 16)
-        assert "sign-flip, maximum over 1 sites" in claim.reason
+        assert "sign-flip, maximum over 1 site)" in claim.reason
         assert result.summary() == (
             "One site restores the answer: L1@-1 (+1.00 [1.00, 1.00] of the gap) (n = 16)"
         )

@@ -278,12 +278,62 @@ class TestSummary:
             coords={"layer": [0, 1], "pos": [4, 5, 6, 7, 8]},
         )
         assert result(data, site="resid_pre").summary() == (
-            "Ten sites restore the answer: L0@4 (+1.00 [1.00, 1.10] of the gap), "
+            "Six sites restore the answer: L0@4 (+1.00 [1.00, 1.10] of the gap), "
             "L0@5 (+0.90 [0.90, 1.00] of the gap), L0@6 (+0.80 [0.80, 0.90] of the gap), "
             "L0@7 (+0.70 [0.70, 0.80] of the gap), L0@8 (+0.60 [0.60, 0.70] of the gap), "
-            "L1@4 (+0.50 [0.50, 0.60] of the gap), L1@5 (+0.40 [0.40, 0.50] of the gap), "
-            "L1@6 (+0.30 [0.30, 0.40] of the gap), 2 more (n = 6)"
+            "L1@4 (+0.50 [0.50, 0.60] of the gap); four more restore part of it: "
+            "L1@5 (+0.40 [0.40, 0.50] of the gap), L1@6 (+0.30 [0.30, 0.40] of the gap), "
+            "2 others (n = 6)"
         )
+
+    @pytest.mark.parametrize(
+        ("direction", "whole", "part"),
+        [
+            ("denoise", "One head restores the answer", "one more restores part of it"),
+            ("noise", "One head is needed for the answer", "one more is partly needed for it"),
+        ],
+    )
+    def test_what_does_it_in_part_is_told_apart(
+        self, direction: str, whole: str, part: str
+    ) -> None:
+        """The verb of the headline is that of the claims: half of the gap parts them."""
+        share = np.array([[0.37, 0.76], [0.0, 0.0]])
+        data = arrays(
+            mean=(1 if direction == "denoise" else -1) * 2 * share,
+            normalized=share,
+            p_value=np.array([[0.01, 0.01], [np.nan, np.nan]]),
+            unrelated=np.zeros((2, 2)),
+        )
+        found = result(data, direction=direction)
+        before, after = found.summary().split("; ")
+        assert before.startswith(f"{whole}: L0H1 (+0.76 ")
+        assert after.startswith(f"{part}: L0H0 (+0.37 ")
+        statements = {claim.id: claim.statement for claim in found.claims}
+        assert "part" not in statements["z.L0H1"]
+        assert "part" in statements["z.L0H0"]
+
+    def test_an_unmoved_metric_beside_a_second_that_moves(self) -> None:
+        """Zero is said of the metric alone: the answer's probability may move."""
+        nothing = np.zeros((2, 2))
+        changes = dict(
+            mean=nothing, normalized=nothing, unrelated=nothing, p_value=np.full((2, 2), np.nan)
+        )
+        second = {"name": "log_prob", "unit": "nats"}
+        data = arrays(**changes, second=np.array([[0.0, -0.2], [4.858, 0.0]]))
+        data["effects"] = 0 * data["effects"]
+        found = result(data, second_metric=second)
+        assert found.summary().endswith(
+            "; every effect is zero, but log_prob moves by up to +4.86 nats (n = 8)"
+        )
+        assert found.details["warnings"][-1] == (
+            "every effect is exactly zero; no one of these values moves the metric; "
+            "its second metric, log_prob, moves by up to +4.86 nats"
+        )
+        data = arrays(**changes, second=np.full((2, 2), 0.004))
+        data["effects"] = 0 * data["effects"]
+        still = result(data, second_metric=second)
+        assert still.summary().endswith("; every effect is zero (n = 8)")
+        assert still.details["warnings"][-1].endswith("no one of these values moves the metric")
 
     def test_none(self) -> None:
         data = arrays(p_value=np.full((2, 2), 0.5))

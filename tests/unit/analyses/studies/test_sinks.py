@@ -78,7 +78,9 @@ def test_its_weight_can_be_dropped_but_must_not_go_elsewhere(constructed: SinksR
 
 def test_the_summary_and_the_file(constructed: SinksResult, tmp_path: Path) -> None:
     words = constructed.summary()
-    assert words.startswith("1 of 8 heads rest on the first token: L1H2 1.00")
+    assert words.startswith(
+        "1 of 8 heads rests on the first token (share of its attention, chance 0.16): L1H2 1.00"
+    )
     assert "sink rate 12.5% at eps = 0.3, T = 16" in words
     cost = float(constructed.data["effect"].sel(cut="redistributed", layer=1, head=2))
     assert f"cutting it raises the loss: L1H2 {cost:+.2f} nats (n = 8)" in words
@@ -89,6 +91,27 @@ def test_the_summary_and_the_file(constructed: SinksResult, tmp_path: Path) -> N
     assert isinstance(again, SinksResult)
     assert again.summary() == words
     assert again.claims[0].statement == constructed.claims[0].statement
+
+
+def test_many_heads_are_counted_after_the_first_few(constructed: SinksResult) -> None:
+    data = constructed.data.copy(deep=True)
+    for name in ("sink_mass", "sink_mass_low"):
+        data[name][:] = 0.9
+    words = replace(constructed, data=data).summary()
+    assert words.startswith(
+        "8 of 8 heads rest on the first token (share of their attention, chance"
+    )
+    assert "): L0H0 0.90, L0H1 0.90, L0H2 0.90, L0H3 0.90 and 4 more; sink rate" in words
+
+
+def test_a_claim_names_its_tokens_and_a_single_head_is_told_once() -> None:
+    """The census says it of random tokens: two claims of one head must differ in words."""
+    found = sinks(load("backcopy-1l"), n=8)
+    statements = {claim.id: claim.statement for claim in found.claims}
+    assert statements["sinks.L0H0"] == "L0H0 rests on the first token of the task's prompts"
+    assert list(statements) == ["sinks.L0H0", "sinks.L0H0.dropped", "sinks.L0H0.redistributed"]
+    drawn = sinks(load("backcopy-1l"), n=2, length=8)
+    assert drawn.claims[0].statement == "L0H0 rests on the first token of random tokens"
 
 
 def test_a_model_without_a_sink_says_so() -> None:

@@ -41,7 +41,7 @@ def test_loss_stands_beside_the_best_possible() -> None:
 def test_bars_and_recipe_are_sentences() -> None:
     rows = dict(part("decoy-2l", "bars").rows)
     assert rows["loss, on repeats"] == "0.00003, must be below 0.02, met"
-    assert rows["measured, usual test, 32"] == "0.93, must be above 0.9, met"
+    assert rows["measured, usual test, block length 32"] == "0.93, must be above 0.9, met"
     rows = dict(part("induction-2l", "recipe").rows)
     assert rows["phase 2"] == "steps 1100, block 2 to 24, gap 0 to 20, lead 0 to 20"
     assert rows["turn positions"] == "yes"
@@ -49,6 +49,31 @@ def test_bars_and_recipe_are_sentences() -> None:
     assert "of steps" not in rows, "all of them were run"
     missed = {"bars": {"loss.on": {"value": 0.5, "below": 0.1, "met": False}}}
     assert card_parts(missed)[0].line == "loss, on: 0.5, must be below 0.1, MISSED"
+
+
+def test_a_test_at_several_lengths_says_that_they_are_lengths() -> None:
+    rows = dict(part("decoy-2l", "measured").rows)
+    assert rows["usual test"].startswith("<bos> block block: attention one block back plus one")
+    assert rows["usual test by block length"] == (
+        "12: 0.035 (L1H1), 20: 0.027 (L1H0), 31: 0.019 (L1H1), 32: 0.93 (L1H0)"
+    )
+    own = {"measured": {"usual_test": {"12": 0.5, "seed": 3}}}
+    assert card_parts(own)[0].rows == (
+        ("usual test by block length", "12: 0.5"),
+        ("usual test, more", "seed: 3"),
+    )
+
+
+def test_no_jargon_of_the_card_is_shown() -> None:
+    assert dict(part("decoy-2l", "task").rows)["prompts"].endswith(
+        "a repeat 32 tokens back, the answer replaced in the corrupted prompt"
+    )
+    assert (
+        "attention from the question to the value asked for"
+        in (part("recall-2l", "measured").table[0])
+    )
+    odd = {"task": {"kind": "induction", "corruption": "own", "distance": [4, 9]}}
+    assert card_parts(odd)[0].rows[1][1] == "corruption own, a repeat 4 to 9 tokens back"
 
 
 def test_kinds_without_heads_are_not_shown_and_idle_says_what_it_means() -> None:
