@@ -21,6 +21,8 @@ from torch import Generator
 from transformer_lens.head_detector import detect_head
 
 from headstream.analyses import InductionResult, induction
+from headstream.analyses.patching.cuts.sets import LEAST_RECOVERED
+from headstream.analyses.studies.induction_claims import HEAD, PART
 from headstream.models import Decoder, list_models, load
 from headstream.models.names import head_name
 
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str]) -> None:
 def page(models: Sequence[Decoder]) -> str:
     """The whole page as Markdown."""
     rows = [row for model in models for row in table_rows(model)]
+    share = f"{LEAST_RECOVERED:.0%}"
+    parts = [f"{row[0]} {row[1]}" for row in rows if row[9] == PART]
+    part = f"these are {', '.join(parts)}" if parts else "no head is one"
     head = [
         "model",
         "head",
@@ -83,8 +88,12 @@ def page(models: Sequence[Decoder]) -> str:
         "at random gaps, and the most that two controls take (the same positions with other "
         'content; as far back with the content elsewhere). "induction head" also needs a model '
         "that continues repeats, a head that copies, and the cut: all such heads cut together must "
-        "cost the loss on repeats, by the one rule, and the head restored alone take a fifth of "
-        "it back.",
+        f"raise the loss on repeats, by the one rule, and the head must take back {share} of that "
+        f"when it is restored alone, or else cost {share} of it, by the same rule, when it is cut "
+        "alone. Many equal heads that stand in for one another may each give back less: where "
+        "none has the label, those that copy and, restored alone, surely give something back and "
+        f'{share} of an equal part or more, are each an "induction head of a set". In the table '
+        f"{part}.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -150,9 +159,9 @@ def evidence(found: InductionResult, head: str, label: str) -> str:
 
 def summary(rows: Sequence[Sequence[str]]) -> list[str]:
     """How often the two agree, in words."""
-    fooled = [row for row in rows if row[4] != "no" and row[9] != "induction head"]
-    both = [row for row in rows if row[4] != "no" and row[9] == "induction head"]
-    missed = [row for row in rows if row[4] == "no" and row[9] == "induction head"]
+    fooled = [row for row in rows if row[4] != "no" and row[9] not in (HEAD, PART)]
+    both = [row for row in rows if row[4] != "no" and row[9] in (HEAD, PART)]
+    missed = [row for row in rows if row[4] == "no" and row[9] in (HEAD, PART)]
     names = sorted({row[0] for row in fooled})
     return [
         f"The usual test names {len(fooled) + len(both)} of {len(rows)} heads. {len(both)} of them "

@@ -25,7 +25,14 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from headstream.circuits.labels import LABEL_MARGIN, LABELS, label_heads, percentile_interval
+from headstream.circuits.labels import (
+    LABEL_MARGIN,
+    LABELS,
+    MOST_CHANCE,
+    label_heads,
+    percentile_interval,
+    short_notes,
+)
 from headstream.circuits.measuring.second_pass import check_finite
 from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import (
@@ -97,7 +104,8 @@ class HeadCensus:
             non-zero eigenvalue.
         n: sequences of each distance and kind. length: tokens of the repeated block.
         distances: of the repeats, in tokens. seed: of the sequences and intervals.
-        notes: what the reader must know about this run.
+        notes: what the reader must know about this run; `details` adds which labels the sequences
+            were too short for.
     """
 
     data: xr.Dataset
@@ -117,8 +125,13 @@ class HeadCensus:
             "distances": list(self.distances),
             "seed": self.seed,
             "label_margin": LABEL_MARGIN,
-            "notes": list(self.notes),
+            "label_most_chance": MOST_CHANCE,
+            "notes": [*self._withheld(), *self.notes],
         }
+
+    def _withheld(self) -> list[str]:
+        chance = self.data["chance"]
+        return short_notes({str(s): float(chance.sel(score=s)) for s in chance["score"].values})
 
     def found(self, label: str) -> list[str]:
         """Heads with this label, as "L1H4"."""
@@ -148,6 +161,7 @@ class HeadCensus:
             table,
             f"n = {self.n} sequences; blocks of {self.length} tokens at distances {distances}; "
             "labels are measured patterns, no head was intervened on",
+            *self._withheld(),
             *self.notes,
         ]
         return "\n".join(lines)
@@ -172,7 +186,9 @@ def score_heads(
     chance. "induction pattern" and "duplicate-token" need that at every distance, and as much
     above the content control; so a head that looks back one learned distance gets neither. Of
     several labels the one farthest above chance stays; "sink" gives way to all, since heads of
-    any kind rest on the first token when they find nothing. Idle heads are "none".
+    any kind rest on the first token when they find nothing. Idle heads are "none". The labels
+    without a control, "previous-token", "current-token" and "sink", are given only where chance
+    is at most `MOST_CHANCE` = 0.2, in sequences of about 12 tokens or more; a note says so.
 
     Args:
         model: the decoder.

@@ -17,6 +17,11 @@ Array = npt.NDArray[np.floating]
 # there is a control, above the control, at every distance). Sinks are commonly counted from 0.3
 # of the mass on (Gu et al. 2024); the same step serves for all.
 LABEL_MARGIN = 0.3
+# A score without a control earns its label only where chance is no more than this, which takes
+# sequences of 12 tokens. A head that finds nothing to look at rests somewhere, and among few keys
+# that is often its own token or the first one: at 5 tokens chance is 0.32, the margin is soon made
+# up, and heads that have no label in longer sequences get one.
+MOST_CHANCE = 0.2
 RESAMPLES = 1000
 
 LABELS = {
@@ -36,7 +41,8 @@ def label_heads(
     """The label of every head, "none" where nothing stands out.
 
     Of several labels that a head has earned, the one farthest above chance stays; "sink" gives
-    way to all, since heads of any kind rest on the first token when they find nothing.
+    way to all, since heads of any kind rest on the first token when they find nothing. No head
+    gets a label that these sequences are too short for (`too_short`).
 
     Args:
         scores: name -> [distance, sequence, layer, head], the controls among them.
@@ -47,15 +53,37 @@ def label_heads(
     """
     shape = scores["sink"].shape[2:]
     labels = np.full(shape, "none", dtype=object)
-    labels[_earned(scores, chance, "sink", seed)] = LABELS["sink"]
+    told = [name for name in LABELS if name not in too_short(chance)]
+    if "sink" in told:
+        labels[_earned(scores, chance, "sink", seed)] = LABELS["sink"]
+        told.remove("sink")
     best = np.full(shape, -np.inf)
-    for name in LABELS:
-        if name == "sink":
-            continue
+    for name in told:
         margin = scores[name].mean((0, 1)) - chance[name]
         wins = _earned(scores, chance, name, seed) & (margin > best)
         labels[wins], best[wins] = LABELS[name], margin[wins]
     return labels.astype(np.str_)
+
+
+def too_short(chance: Mapping[str, float]) -> list[str]:
+    """Scores that give no label here: they have no control, and chance is above `MOST_CHANCE`.
+
+    Where there is a control it shows what short sequences alone do to a score.
+    """
+    return [name for name in LABELS if name not in CONTROLS and chance[name] > MOST_CHANCE]
+
+
+def short_notes(chance: Mapping[str, float]) -> list[str]:
+    """A sentence on `too_short`, for the notes of a run; none if there is nothing to say."""
+    names = too_short(chance)
+    if not names:
+        return []
+    words = ", ".join(LABELS[name] for name in names)
+    largest = max(chance[name] for name in names)
+    return [
+        f"sequences too short for the labels {words}: chance is {largest:.2f} in them, and these "
+        f"labels need {MOST_CHANCE:g} or less"
+    ]
 
 
 def _earned(

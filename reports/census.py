@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,14 @@ def census(study: Study) -> Section | None:
         blocks.append(Heading(f"{several}{item.result.title}", item.anchor))
         # The induction study of the same weights draws these scores with one control more.
         weights = item.result.provenance.weights_sha256
-        drawn = {i.result.provenance.weights_sha256 for i in study.of_kind("induction")}
-        blocks += _one(item, by_distance=weights not in drawn)
+        asked = study.of_kind("induction")
+        # By the number that the section on induction gives them, if there are several.
+        same = {
+            f"induction study {order}" if len(asked) > 1 else "the induction study": other
+            for order, other in enumerate(asked, 1)
+            if other.result.provenance.weights_sha256 == weights
+        }
+        blocks += _one(item, same)
     return Section(
         "heads",
         "What each head looks at",
@@ -46,7 +53,7 @@ def census(study: Study) -> Section | None:
     )
 
 
-def _one(item: Item, *, by_distance: bool) -> list[Block]:
+def _one(item: Item, induction: Mapping[str, Item]) -> list[Block]:
     data = item.result.data
     values = _by_place(data, "value")
     kind = str(values.dims[0])
@@ -65,6 +72,7 @@ def _one(item: Item, *, by_distance: bool) -> list[Block]:
     ]
     blocks: list[Block] = [
         Prose(formats.summary(item.result.summary())),
+        *(Prose(text) for text in _otherwise(item, induction)),
         _figure(item, scores, names, flat, low, high, chance, labels, above),
     ]
     whole = _table(item, scores, names, flat, low, high, chance, labels)
@@ -94,9 +102,50 @@ def _one(item: Item, *, by_distance: bool) -> list[Block]:
     if definitions:
         terms = tuple(Term(_words(name), str(text)) for name, text in definitions.items())
         blocks.append(Fold("What each score measures", (Terms(terms),)))
-    if by_distance:
+    if not induction:
         blocks += _distance_figure(item, names, places, labels, flat, scores)
     return blocks
+
+
+def _otherwise(item: Item, induction: Mapping[str, Item]) -> list[str]:
+    """A sentence for each induction study that gives heads other labels than they have here.
+
+    It has more to go by: further controls, a scan for far distances, and cuts.
+    """
+    here = item.result.data["label"]
+    texts = []
+    for which, study in induction.items():
+        there = study.result.data["label"]
+        calls: dict[tuple[str, str], list[str]] = {}
+        for layer in here["layer"].values.tolist():
+            for head in here["head"].values.tolist():
+                at = {"layer": layer, "head": head}
+                labels = str(there.sel(at).item()), str(here.sel(at).item())
+                if labels[0] != labels[1]:
+                    calls.setdefault(labels, []).append(head_name(layer, head))
+        words = [
+            f"calls {formats.listing(names)} {_article(other, len(names))} (here {_none(own)})"
+            if other != "none"
+            else f"has no label for {formats.listing(names)} (here {own})"
+            for (other, own), names in calls.items()
+        ]
+        if words:
+            texts.append(formats.sentence(f"{which} {'; '.join(words)}"))
+    return texts
+
+
+def _none(label: str) -> str:
+    return "no label" if label == "none" else label
+
+
+def _article(label: str, many: int) -> str:
+    """A label that is a noun with its article or its plural: "a fixed-distance copier"."""
+    for noun in ("copier", "head"):
+        if noun in label.split():
+            if many > 1:
+                return label.replace(noun, f"{noun}s")
+            return f"{'an' if label[0] in 'aeiou' else 'a'} {label}"
+    return label
 
 
 def _flat(item: Item, name: str, shape: tuple[int, int]) -> Array:

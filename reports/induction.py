@@ -153,11 +153,19 @@ def _figure(item: Item, labels: dict[tuple[int, int], str]) -> Figure:
         name="Attention to what followed the earlier copy, by distance",
         alt=f"Over distances: {ends}.",
         caption=f"{'; '.join(words)}. Mean over {item.details['n']} sequences a distance. Dotted: "
-        "the controls, the same positions when the block is other tokens, and as far back when it "
-        "recurs elsewhere; and chance. All heads stand in the table.",
+        f"{_controls(item)}; and chance. All heads stand in the table.",
         spec=drawing.spec,
         height=drawing.height,
         width=drawing.width,
+    )
+
+
+def _controls(item: Item) -> str:
+    if len(item.details["distances"]) < 2:
+        return "the control, the same positions when the block is other tokens"
+    return (
+        "the controls, the same positions when the block is other tokens, and as far back when it "
+        "recurs elsewhere"
     )
 
 
@@ -167,12 +175,17 @@ def _table(
     data, claims = item.result.data, {claim.id: claim for claim in item.result.claims}
     shown = ", ".join(map(str, item.details["distances"]))
     chance = formats.short(float(data["chance"].mean()))
+    several = len(item.details["distances"]) > 1
     columns = (
         Column("head"),
         Column("label"),
-        Column("score, least", f"of distances {shown}; chance {chance}", numeric=True),
+        Column("score, least", f"of distances {shown}; chance {chance}", numeric=True)
+        if several
+        else Column("score", f"at distance {shown}; chance {chance}", numeric=True),
         Column("at random gaps", "95% interval", numeric=True),
-        Column("controls, most", "other content; content elsewhere", numeric=True),
+        Column("controls, most", "other content; content elsewhere", numeric=True)
+        if several
+        else Column("control", "other content", numeric=True),
         Column("fixed distance", "above chance where nothing repeats", numeric=True),
         Column("copying", "weights alone", numeric=True),
         Column("cut alone", "nats, 95% interval", numeric=True),
@@ -189,7 +202,7 @@ def _table(
                 _label(labels[place], claims.get(f"induction.{name}")),
                 _short(float(at["induction"].min())),
                 _bounded(at, "gapped"),
-                _short(controls[0], note=formats.short(controls[1])),
+                _short(controls[0], note=formats.short(controls[1]) if several else ""),
                 # Of a head that looks everywhere alike the best distance is an accident.
                 _short(
                     float(at["fixed"]),

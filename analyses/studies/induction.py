@@ -9,7 +9,7 @@
 Where a set of candidates has the label and no head alone gives back a fifth, those that give back
 their part are each an "induction head of a set". A head that looks back one distance, whatever
 stands there, is a "fixed-distance copier"; without an OV circuit that copies, "fixed-distance". All
-other labels are the census'.
+other labels are the census', which gives none of those without a control where sequences are short.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headstream.circuits.fixed_distance import NEAREST, SEQUENCES
 from headstream.circuits.gapped_repeats import fewest_tokens, plan_gaps
 from headstream.circuits.heads import scores_by_distance
 from headstream.circuits.induction_scores import score_induction
-from headstream.circuits.labels import LABEL_MARGIN, label_heads
+from headstream.circuits.labels import LABEL_MARGIN, label_heads, short_notes
 from headstream.circuits.qk_ov.behavioural_copying import behavioural_copying_score
 from headstream.circuits.qk_ov.copying import copying_score, require_finite
 from headstream.circuits.repeats import LONGEST, RepeatPlan, draw_orders, plan_repeats
@@ -173,7 +173,7 @@ def induction(
             "uniform": runs.uniform,
         },
         "joint": joint_of(cuts, labels),
-        "notes": notes_of(model, plan, scores.fixed, length),
+        "notes": [*notes_of(model, plan, scores.fixed, length), *short_notes(chance)],
     }
     result = InductionResult(
         title=f"Induction in {model.name}",

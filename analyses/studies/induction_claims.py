@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,17 @@ def claims_of(result: InductionResult) -> list[Claim]:
             elif label in (COPIER, FIXED):
                 claims.append(_fixed_claim(cell, name, details["scan"], copies=label == COPIER))
     return claims
+
+
+def fixed_distances(result: InductionResult) -> dict[int, list[str]]:
+    """Heads labelled by a fixed distance, by that distance in tokens, the nearest first."""
+    site = ("layer", "head")
+    labels = result.data["label"].transpose(*site).values
+    distances = result.data["fixed_distance"].transpose(*site).values
+    found: dict[int, list[str]] = {}
+    for at in np.argwhere((labels == COPIER) | (labels == FIXED)):
+        found.setdefault(int(distances[tuple(at)]), []).append(head_name(*map(int, at)))
+    return dict(sorted(found.items()))
 
 
 def other_heads(joint: dict[str, Any]) -> str:
@@ -85,6 +96,8 @@ def _none_claim(result: InductionResult) -> Claim:
         f"({float(result.data['gapped'].values[tuple(at)]):.2f} at random gaps)"
         for at in near
     )
+    distances = details["distances"]
+    both = len(distances) > 1
     controls = max(
         float(np.nanmax(result.data[f"{kind}_control"].sel(layer=int(at[0]), head=int(at[1]))))
         for at in near
@@ -93,17 +106,21 @@ def _none_claim(result: InductionResult) -> Claim:
     )
     return measured(
         "induction.none",
-        f"no head clears chance and both controls by {details['margin']:g} at every distance, in "
-        "attention to what followed an earlier copy",
+        f"no head clears chance and {'both controls' if both else 'the position control'} by "
+        f"{details['margin']:g} {_where(distances)}, in attention to what followed an earlier copy",
         value=best,
-        unit="attention mass above chance and controls, the best head's least",
+        unit=f"attention mass above chance and control{'s' * both}, the best head's least",
         n=int(details["n"]),
-        reason=f"nearest {shown}, least of distances; chance "
-        f"{float(result.data['chance'].mean()):.3f}, controls at most {controls:.3f}; loss on what "
-        f"repeats predict {details['loss']['repeats']:.2f} nats, that of a uniform guess "
-        f"{details['loss']['uniform']:.2f}",
+        reason=f"nearest {shown}{', least of distances' * both}; chance "
+        f"{float(result.data['chance'].mean()):.3f}, control{'s' * both} at most {controls:.3f}; "
+        f"loss on what repeats predict {details['loss']['repeats']:.2f} nats, that of a uniform "
+        f"guess {details['loss']['uniform']:.2f}",
         where="induction",
     )
+
+
+def _where(distances: Sequence[int]) -> str:
+    return "at every distance" if len(distances) > 1 else f"at the one distance of {distances[0]}"
 
 
 def _cleared(result: InductionResult) -> np.ndarray:
@@ -146,8 +163,8 @@ def _head_claim(cell: xr.Dataset, name: str, label: str, details: Mapping[str, A
     joint, n = details["joint"], int(details["n"])
     least = float(cell["induction"].min())
     pattern = (
-        f"its score is {least:.2f} or more at every distance, {float(cell['gapped']):.2f} at "
-        "random gaps"
+        f"its score is {least:.2f} or more {_where(details['distances'])}, "
+        f"{float(cell['gapped']):.2f} at random gaps"
     )
     share, alone = float(cell["restored"]), float(cell["alone"])
     effect = f"cut alone {alone:+.2f} nats"

@@ -100,8 +100,6 @@ def notes_of(model: Decoder, plan: RepeatPlan, fixed: FixedDistances, length: in
     notes = [*plan.notes]
     if plan.bos is None:
         notes.append("the model has no BOS, and is measured without one")
-    if len(plan.distances) < 2:
-        notes.append("with one distance there is no content control")
     beyond = [distance for distance in plan.distances if distance > fixed.farthest]
     takes = min(config.n_train or config.n_ctx, config.n_ctx)
     if beyond:

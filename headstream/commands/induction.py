@@ -49,6 +49,7 @@ def induction(
     if output is not None:
         require_writable(Path(output), force)
     from headstream.analyses.studies.induction import induction as study
+    from headstream.analyses.studies.induction_claims import fixed_distances
 
     found = study(
         load_model(model), n=n, seed=options.seed, distances=distances or None, length=length
@@ -77,16 +78,30 @@ def induction(
     scan = details["scan"]
     header = ["head", "least", "gaps", "pos.", "cont.", "copy", "alone", "rest.", "label"]
     shown = ", ".join(map(str, details["distances"]))
+    several = len(details["distances"]) > 1
+    # One distance has no control that needs another, and nothing to be the least of.
+    if several:
+        least = f"the least of distances {shown}"
+        controls = (
+            "pos., cont.: the most at the same positions with other content, and as far back with "
+            "the content elsewhere"
+        )
+    else:
+        least = f"at the one distance of {shown}"
+        controls = "pos.: at the same positions with other content"
     notes = [
-        f"least: mass on the token after the earlier copy, the least of distances {shown}; gaps: "
-        f"the same at random gaps in {details['length']} tokens; pos., cont.: the most at the "
-        "same positions with other content, and as far back with the content elsewhere",
+        f"least: mass on the token after the earlier copy, {least}; gaps: the same at random gaps "
+        f"in {details['length']} tokens; {controls}",
         f"chance {float(data['chance'].mean()):.3f}; alone: loss in nats when the head is cut; "
         "rest.: share of the joint cut that it takes back, restored alone; fixed distances: "
         f"looked for from {scan['nearest']} to {scan['farthest']} tokens, in {scan['sequences']} "
         f"random sequences of {scan['length']}",
         *details["notes"],
         *(f"{claim.evidence}: {claim.statement} ({claim.reason})" for claim in result.claims[:1]),
+        *(
+            f"at a fixed distance of {distance} tokens: {', '.join(heads)}"
+            for distance, heads in fixed_distances(result).items()
+        ),
         result.summary(),
     ]
     lines = [table(header, rows), *(textwrap.fill(printable(note), 80) for note in notes)]

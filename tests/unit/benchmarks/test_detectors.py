@@ -54,6 +54,21 @@ def test_the_words_count_the_rows(detectors: ModuleType) -> None:
     ]
 
 
+def test_the_page_has_the_whole_rule(detectors: ModuleType) -> None:
+    text = detectors.page([])
+    assert "take back 20% of that when it is restored alone, or else cost 20% of it" in text
+    assert '"induction head of a set". In the table no head is one.' in text
+    committed = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
+    ours = next(line for line in text.splitlines() if line.startswith("Ours is"))
+    assert ours in committed.splitlines(), "run benchmarks/detectors.py again"
+
+
+def test_heads_of_a_set_count_as_induction_heads(detectors: ModuleType) -> None:
+    row = ["a", "L0H0", "", "", "induction head", "", "", "", "", "induction head of a set", ""]
+    (words,) = detectors.summary([row])
+    assert words.startswith("The usual test names 1 of 1 heads. 1 of them")
+
+
 def test_the_committed_page_has_every_decoy_fooling_the_usual_test_alone() -> None:
     text = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| decoy")]

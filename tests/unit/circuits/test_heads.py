@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from headstream.circuits.heads import DEFINITIONS, SCORES, score_heads
-from headstream.circuits.labels import LABELS, label_heads, percentile_interval
+from headstream.circuits.labels import (
+    LABELS,
+    MOST_CHANCE,
+    label_heads,
+    percentile_interval,
+    short_notes,
+    too_short,
+)
 from headstream.models.config import DecoderConfig
 from headstream.models.decoder import Decoder
 from headstream.models.errors import BackendError, ShapeError, TokenError
+from headstream.models.store import load
 from headstream.models.zoo.constructed import constructed_induction
 
 HeadPattern = Callable[[Tensor], Tensor]
@@ -104,7 +112,7 @@ def test_every_kind_is_found_and_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize("distances", [None, [2, 5], [16]])
+@pytest.mark.parametrize("distances", [None, [2, 16, 28], [6], [16]])
 def test_the_constructed_circuit_is_found_whole_and_alone(distances: list[int] | None) -> None:
     """Ground truth: no miss and no false find, also where a distance of 2 helps position."""
     model = constructed_induction()
@@ -117,6 +125,55 @@ def test_the_constructed_circuit_is_found_whole_and_alone(distances: list[int] |
     copying = found.to_frame()["copying"]
     assert copying["L1H2"] == pytest.approx(1.0, abs=1e-9)
     assert copying.drop("L1H2").isna().all()  # they write nothing that W_U reads
+
+
+@pytest.mark.parametrize("distances", [[2], [3], [4], [2, 5]])
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("name", ["decoy-2l", "decoy-2l-rotary", "constructed-and"])
+def test_a_head_that_rests_in_a_short_sequence_gets_no_label(
+    name: str, n: int, distances: list[int]
+) -> None:
+    """Among 4 keys heads rest on their own token or the first; in long sequences they do not."""
+    model = load(name)
+    found = score_heads(model, n=n, distances=distances)
+    assert float(found.data["chance"].sel(score="current_token")) > 0.2
+    assert set(found.data["label"].values.ravel()) == {"none"}
+    assert "too short for the labels previous-token, current-token, sink: chance" in str(found)
+    # Where chance is low enough they have the labels of the usual sequences.
+    usual, short = score_heads(model), score_heads(model, n=n, distances=[6])
+    assert (short.data["label"].values == usual.data["label"].values).all()
+    assert "too short" not in str(short)
+
+
+def test_short_sequences_spare_what_has_a_control() -> None:
+    found = score_heads(load("constructed-induction"), n=N, distances=[2, 5])
+    assert found.found("induction pattern") == ["L1H2"]
+    assert found.found("previous-token") == []
+    note = (
+        "sequences too short for the labels previous-token, current-token, sink: chance is 0.28 in "
+        "them, and these labels need 0.2 or less"
+    )
+    # By hand: 1 + 4 and 1 + 7 tokens, queries after the first.
+    by_hand = [np.mean([1 / (q + 1) for q in range(1, n)]) for n in (5, 8)]
+    assert f"{np.mean(by_hand):.2f}" == "0.28"
+    assert found.details["notes"][0] == note
+    assert found.details["label_most_chance"] == MOST_CHANCE == 0.2
+
+
+def test_the_rule_holds_from_chance_alone() -> None:
+    chance = dict.fromkeys(LABELS, 0.2)
+    assert too_short(chance) == short_notes(chance) == []
+    chance = dict.fromkeys(LABELS, 0.201)
+    assert too_short(chance) == ["previous_token", "current_token", "sink"]
+    (note,) = short_notes(chance | {"sink": 0.1})
+    assert "the labels previous-token, current-token: chance is 0.20" in note
+    ones = np.ones((1, 4, 1, 1))
+    scores = dict.fromkeys((*LABELS, "induction_control", "duplicate_control"), 0 * ones)
+    for name in ("previous_token", "current_token", "sink"):
+        assert label_heads(scores | {name: ones}, chance, seed=0).tolist() == [["none"]]
+    for name in ("induction", "duplicate_token"):
+        labels = label_heads(scores | {name: ones}, chance, seed=0)
+        assert labels.tolist() == [[LABELS[name]]]
 
 
 def test_a_head_that_copies_from_a_fixed_distance_is_no_induction_pattern() -> None:

@@ -37,6 +37,26 @@ def test_distances_and_length_are_the_callers(capsys: Captured) -> None:
     assert "--length 40 --distance 12 --distance 20" in said["provenance"]["command"]
 
 
+def test_it_says_which_fixed_distance(capsys: Captured) -> None:
+    assert run(["induction", "decoy-2l", "-n", "6", "-q"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == "at a fixed distance of 32 tokens: L0H0, L1H0"
+    assert "clears chance and both controls" in " ".join(said)
+
+
+def test_one_distance_has_one_control_and_says_so_once(capsys: Captured) -> None:
+    assert run(["induction", "decoy-2l", "-n", "6", "--distance", "2", "-q"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("one repeat distance") == 1
+    assert "no content control" not in said
+    assert "both controls" not in said
+    assert "cont.:" not in said
+    assert "content elsewhere" not in said
+    assert "at the one distance of 2; gaps:" in said
+    assert "clears chance and the position control by 0.3 at the one distance of 2" in said
+    assert "too short for the labels previous-token, current-token, sink: chance is 0.32" in said
+
+
 def test_what_does_not_fit_is_one_line(capsys: Captured) -> None:
     assert run(["induction", "constructed-induction", "--length", "500", "-q"]) == 3
     assert "length=500 is out of range" in capsys.readouterr().err

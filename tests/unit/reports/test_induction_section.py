@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from headstream.analyses.evidence import Evidence
-from headstream.analyses.kinds import InductionResult
+from headstream.analyses.kinds import HeadsResult, InductionResult
 from headstream.analyses.result import Result
 from headstream.analyses.standard import standard_study
+from headstream.analyses.studies.heads import heads
 from headstream.analyses.studies.induction import induction as measure
 from headstream.models.store import load
-from headstream.reports.blocks import Figure, Prose, Terms
+from headstream.reports.blocks import Figure, Heading, Prose, Terms
 from headstream.reports.closing import limits
 from headstream.reports.headline import headline
 from headstream.reports.induction import induction
@@ -30,6 +31,12 @@ def found() -> InductionResult:
 @pytest.fixture(scope="module")
 def decoy() -> InductionResult:
     return measure(load("decoy-2l-rotary"), n=6, distances=[16, 32])
+
+
+@pytest.fixture(scope="module")
+def decoy_pair() -> tuple[HeadsResult, InductionResult]:
+    model = load("decoy-2l")
+    return heads(model, n=6), measure(model, n=6)
 
 
 def study(*results: Result) -> Study:
@@ -132,6 +139,61 @@ def test_the_census_leaves_distances_to_it(samples, found) -> None:
     same = replace(found, provenance=census.provenance)
     beside = next(part for part in sections(study(census, same)) if part.slug == "heads")
     assert len(blocks_of(alone, Figure)) == len(blocks_of(beside, Figure)) + 1
+
+
+def test_the_census_says_what_the_study_calls_a_head(decoy_pair) -> None:
+    census, found = decoy_pair
+    part = next(part for part in sections(study(census, found)) if part.slug == "heads")
+    said = [block.text for block in blocks_of(part, Prose)]
+    assert said[0].startswith("Current-token: L0H0, L0H1")
+    assert said[1] == (
+        "The induction study calls L0H0 a fixed-distance copier (here current-token); calls L1H0 "
+        "a fixed-distance copier (here no label)."
+    )
+    alone = next(part for part in sections(study(census)) if part.slug == "heads")
+    assert not any("induction study" in block.text for block in blocks_of(alone, Prose))
+    # Another model's study says nothing of these heads.
+    other = replace(found, provenance=replace(found.provenance, weights_sha256="0" * 64))
+    apart = next(part for part in sections(study(census, other)) if part.slug == "heads")
+    assert not any("induction study" in block.text for block in blocks_of(apart, Prose))
+    # Two studies are told apart by number; one that agrees is silent.
+    agrees = found.data.copy(deep=True)
+    agrees["label"] = census.data["label"]
+    two = sections(study(census, replace(found, data=agrees), found))
+    said = [b.text for b in blocks_of(next(p for p in two if p.slug == "heads"), Prose)]
+    assert sum("nduction study" in text for text in said) == 1
+    assert said[1].startswith("Induction study 2 calls L0H0 a")
+    # By the number that the section on induction shows, another model's study counted.
+    page = sections(study(census, other, found))
+    (first, second, *_) = blocks_of(next(p for p in page if p.slug == "induction"), Heading)
+    assert (first.text[:8], second.text[:8]) == ("Study 1:", "Study 2:")
+    said = [b.text for b in blocks_of(next(p for p in page if p.slug == "heads"), Prose)]
+    assert said[1].startswith("Induction study 2 calls L0H0 a")
+
+
+def test_labels_that_are_no_label_and_several_heads(decoy_pair) -> None:
+    census, found = decoy_pair
+    data = found.data.copy(deep=True)
+    data["label"] = (("layer", "head"), [["none"] * 2, ["induction head of a set"] * 2])
+    part = sections(study(census, replace(found, data=data)))
+    said = [b.text for b in blocks_of(next(p for p in part if p.slug == "heads"), Prose)]
+    assert said[1] == (
+        "The induction study has no label for L0H0 and L0H1 (here current-token); calls L1H0 and "
+        "L1H1 induction heads of a set (here no label)."
+    )
+
+
+def test_one_distance_has_one_control_on_the_page() -> None:
+    found = measure(load("constructed-induction"), n=6, distances=[16])
+    section = induction(study(found))
+    (drawn,) = blocks_of(section, Table)
+    heads = [column.heading for column in drawn.columns]
+    assert heads[2:5] == ["score", "at random gaps", "control"]
+    assert rows_of(section)["L1H2"][4].note == ""
+    (chart,) = blocks_of(section, Figure)
+    assert "Dotted: the control, the same positions when the block is other tokens; and" in (
+        chart.caption
+    )
 
 
 def test_a_standard_study_says_once_what_a_head_does() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,14 @@ from headstream.analyses.evidence import Evidence
 from headstream.analyses.result import Result
 from headstream.analyses.stored import load_result
 from headstream.analyses.studies.induction import induction
-from headstream.analyses.studies.induction_claims import COPIER, FIXED, HEAD, PART, PATTERN
+from headstream.analyses.studies.induction_claims import (
+    COPIER,
+    FIXED,
+    HEAD,
+    PART,
+    PATTERN,
+    fixed_distances,
+)
 from headstream.analyses.studies.repeat_cuts import RepeatRuns, cut_on_repeats
 from headstream.circuits.repeats import draw_orders, make_pair, plan_repeats
 from headstream.models.config import DecoderConfig
@@ -81,7 +90,64 @@ def test_not_even_at_the_distance_it_was_trained_at(distances: list[int]) -> Non
         trained = result.data.sel(distance=32, layer=1)
         assert float(trained["induction"].min()) > 0.85
         assert float(trained["position_control"].min()) > 0.85
-        assert "no content control" in " ".join(result.details["notes"])
+        (note,) = (n for n in result.details["notes"] if "one repeat" in n or "no content" in n)
+        assert note == "one repeat distance: only the control tells content from position"
+        (claim,) = (c for c in result.claims if c.id == "induction.none")
+        assert claim.statement.startswith(
+            "no head clears chance and the position control by 0.3 at the one distance of 32, in"
+        )
+        assert claim.unit == "attention mass above chance and control, the best head's least"
+        assert ", control at most 0." in claim.reason
+        assert "least of distances" not in claim.reason
+
+
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("distance", [2, 3, 6])
+def test_a_short_repeat_gives_no_head_another_label(n: int, distance: int) -> None:
+    result = induction(load("decoy-2l"), n=n, distances=[distance])
+    own = {} if distance < 6 else {"L0H1": "current-token"}
+    assert labels(result) == {"L0H0": COPIER, "L1H0": COPIER, **own}
+    told = [note for note in result.details["notes"] if "too short for the labels" in note]
+    assert len(told) == (distance < 6)
+
+
+def test_one_distance_is_called_one_of_a_head_that_is_found() -> None:
+    result = induction(load("constructed-induction"), n=6, distances=[16])
+    (claim,) = (c for c in result.claims if c.id == "induction.L1H2")
+    assert "its score is 1.00 or more at the one distance of 16, 1.00 at random" in claim.reason
+
+
+def test_fixed_distances_are_listed_nearest_first() -> None:
+    result = induction(load("decoy-2l"), n=6)
+    assert fixed_distances(result) == {32: ["L0H0", "L1H0"]}
+    moved = result.data.copy(deep=True)
+    moved["fixed_distance"][1, 0] = 9
+    moved["label"][1, 0] = FIXED
+    again = replace(result, data=moved.transpose("head", ...))
+    assert list(fixed_distances(again).items()) == [(9, ["L1H0"]), (32, ["L0H0"])]
+    assert fixed_distances(induction(load("constructed-induction"), n=6)) == {}
+
+
+# The labels of every shipped model at the usual length; the page docs/detectors.md has the same.
+ZOO = {
+    "backcopy-1l": {"L0H0": "sink"},
+    "constructed-and": {},
+    "constructed-induction": {"L0H1": "previous-token", "L1H2": HEAD},
+    "constructed-or": {},
+    "decoy-2l": {"L0H0": COPIER, "L0H1": "current-token", "L1H0": COPIER},
+    "decoy-2l-rotary": dict.fromkeys(L1, COPIER),
+    "induction-1l": {},
+    "induction-2l": {"L0H0": "previous-token", **dict.fromkeys(L1, HEAD)},
+    "induction-2l-rotary": {"L0H0": "previous-token", **dict.fromkeys(L1, HEAD)},
+    "recall-2l": {},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_labels_of_the_shipped_models(name: str) -> None:
+    result = induction(load(name))
+    assert labels(result) == ZOO[name]
+    assert not any("too short" in note for note in result.details["notes"])
 
 
 @pytest.mark.parametrize("name", ["induction-2l", "induction-2l-rotary"])
