@@ -58,8 +58,8 @@ def sinks(study: Study) -> Section | None:
         several = f"Study {number}: " if len(items) > 1 else ""
         blocks.append(Heading(f"{several}{item.result.title}", item.anchor))
         blocks += _one(item)
-    several = any(item.result.data["sink_mass"].size > 1 for item in items)
-    blocks.append(Bullets(tuple(limit for limit in _LIMITS if several or limit is not _ALONE)))
+    many = any(item.result.data["sink_mass"].size > 1 for item in items)
+    blocks.append(Bullets(tuple(limit for limit in _LIMITS if many or limit is not _ALONE)))
     return Section(
         "sinks",
         "What rests on the first token",
