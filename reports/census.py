@@ -229,7 +229,7 @@ def _figure(
         id=f"figure-{item.anchor}",
         name="Scores of every head",
         alt=_alt(scores, names, flat),
-        caption=f"Scores of {n} heads, {sizes}. Scale −{formats.short(limit)} to "
+        caption=f"Scores of {n} {'head' if n == 1 else 'heads'}, {sizes}. Scale −{formats.short(limit)} to "
         f"+{formats.short(limit)}. Stroke: the interval reaches down to chance, or below. "
         + (f"Not shown: {'; '.join(hidden)}." if hidden else "Nothing is hidden."),
         spec=drawing.spec,

@@ -25,7 +25,7 @@ _SENTENCES = {
         "induction",
         "attends to the token after an earlier copy, wherever it stands",
     ),
-    "sink": ("sink", "rests on the first token"),
+    "sink": ("sink", "rests on the first token of random tokens"),
 }
 
 
