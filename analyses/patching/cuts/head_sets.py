@@ -40,8 +40,8 @@ def heads_of(config: DecoderConfig, argument: str, given: Any) -> tuple[Head, ..
         if name not in known:
             layers, heads = config.n_layers, config.n_heads
             raise TaskError(
-                f"{argument} holds {name!r}, and the model has layers 0 to {layers - 1} of heads "
-                f"0 to {heads - 1}",
+                f"{argument} holds {_as_given(item)}, and the model has layers 0 to {layers - 1} "
+                f"of heads 0 to {heads - 1}",
                 hint=nearest(name, known),
             )
         found.append(known[name])
@@ -100,6 +100,11 @@ def labelled_heads(census: HeadsResult, label: str = "induction pattern") -> lis
 
 def names_of(heads: Iterable[Head]) -> list[str]:
     return [head_name(*head) for head in heads]
+
+
+def _as_given(item: Any) -> str:
+    """The head in the caller's words; numpy's integers as the numbers they are."""
+    return repr(type(item)(int(i) for i in item) if _is_pair(item) else item)
 
 
 def _is_pair(item: Any) -> bool:

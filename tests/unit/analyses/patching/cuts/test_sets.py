@@ -101,7 +101,10 @@ def test_sets_that_do_not_fit(model: Decoder, make_task: MakeTask) -> None:
     for given, words in (
         (["L0H1"], "takes two heads or more, got L0H1; ablate cuts a single head"),
         ([], "heads is an empty set of heads"),
-        ([(0, 1), (5, 0)], "heads holds 'L5H0'"),
+        ([(0, 1), (5, 0)], r"heads holds \(5, 0\), and"),
+        (["L0H1", [0, -1]], r"heads holds \[0, -1\], and"),
+        ([(np.int64(0), -1), "L0H1"], r"heads holds \(0, -1\), and"),
+        (["L0H9", "L0H1"], "heads holds 'L0H9', and"),
     ):
         with pytest.raises(TaskError, match=words):
             redundant_set(model, task, given, progress=False)
