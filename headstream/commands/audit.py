@@ -42,9 +42,9 @@ def audit(options: Options, model: str) -> int:
 def _measured(claim: Claim) -> str:
     """One measurement: what, how much with its interval and n, and on what."""
     # One pair of heads, or one sequence, has no interval.
-    ends = "" if claim.interval is None else " [{:.3f}, {:.3f}]".format(*claim.interval)
+    ends = "" if claim.interval is None else " [{:z.3f}, {:z.3f}]".format(*claim.interval)
     return (
         f"{claim.id}  {claim.evidence}  {claim.statement}:\n"
-        f"    {claim.value:.3f}{ends} {claim.unit}, n = {claim.n}\n"
+        f"    {claim.value:z.3f}{ends} {claim.unit}, n = {claim.n}\n"
         f"    on {claim.reason}\n"
     )

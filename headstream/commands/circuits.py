@@ -67,7 +67,7 @@ def circuits(
     low, high = result.details["copying_random"]
     chance = _span(result.data["behaviour_chance"].values.flat)
     notes = [
-        f"copying: eigenvalue score of OV (random heads {low:+.2f} to {high:+.2f}); own first: "
+        f"copying: eigenvalue score of OV (random heads {low:+z.2f} to {high:+z.2f}); own first: "
         f"tokens that raise themselves most (chance {result.details['first_chance']:.0%}); "
         "behaviour: the same asked of runs on random tokens, from -1 to 1 for a head that raises "
         f"nothing else (one that ignores its source {chance}); back: "
@@ -91,7 +91,7 @@ def _span(values: Iterable[float]) -> str:
     known = [value for value in values if value == value]
     if not known:
         return "unknown"
-    low, high = f"{min(known):+.2f}", f"{max(known):+.2f}"
+    low, high = f"{min(known):+z.2f}", f"{max(known):+z.2f}"
     return low if low == high else f"{low} to {high}"
 
 

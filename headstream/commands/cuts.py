@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from headstream.commands.shared import number
+from headstream.commands.shared import number, signed
 from headstream.commands.sweeps import cost_table, duration
 from headstream.console import answer
 from headstream.console import table as columns
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Sets of other heads that a circuit is held against, as in the library.
 _RANDOM = 100
+# What is told of a circuit, and its name in the table.
+_PARTS = {"faithfulness": "kept by the circuit", "left": "left without it"}
 # What `--cut` takes for every head by itself.
 EVERY = "heads"
 
@@ -67,6 +69,18 @@ class Cuts:
             "faithfulness": _faithfulness,
         }
         return [columns(*rows_of[result.kind](result))]
+
+    def why_not(self, result: Any) -> dict[str, str]:
+        """What cuts lack to be CAUSAL: those that are named, or of all heads the largest.
+
+        Of all heads nothing if one is CAUSAL.
+        """
+        failed: dict[str, list[str]] = result.details["failed"]
+        if self.cut and self._heads() is None:
+            data = result.data
+            largest = str(data["cut"].values[abs(data["mean"].fillna(0).values).argmax()])
+            failed = {} if data["causal"].any() else {largest: failed[largest]}
+        return {_PARTS.get(name, name): "; ".join(words) for name, words in failed.items()}
 
     def _heads(self) -> list[str] | None:
         """Every head that is named, once; None for all."""
@@ -120,9 +134,9 @@ def _ablation(result: AblationResult) -> tuple[list[str], list[list[str]]]:
     for i in order:
         at = data.isel(cut=i)
         row = [str(at["cut"].item())]
-        row += [f"{at[name].item():+.3f}" for name in ("mean", "low", "high")]
+        row += [signed(at[name]) for name in ("mean", "low", "high")]
         row += [number(at["lost"])] if "lost" in data else []
-        row += [_p(at["p_value"]), f"{at['control'].item():+.3f}"]
+        row += [_p(at["p_value"]), signed(at["control"])]
         rows.append([*row, "CAUSAL" if at["causal"] else ""])
     lost = ["of gap"] if "lost" in data else []
     unit = result.details["metric"]["unit"]
@@ -130,22 +144,21 @@ def _ablation(result: AblationResult) -> tuple[list[str], list[list[str]]]:
 
 
 def _redundant(result: RedundancyResult) -> tuple[list[str], list[list[str]]]:
-    rows = []
+    joint = result.details["joint"]
+    whole = [signed(joint["mean"]), _p(joint["p_value"]), "-", "-", "-"]
+    rows = [["all of them", *whole, "CAUSAL" if joint["causal"] else ""]]
     for i, name in enumerate(result.details["set"]):
         at = result.data.isel(head=i)
-        row = [f"{at['alone_mean'].item():+.3f}", _p(at["alone_p"])]
+        row = [signed(at["alone_mean"]), _p(at["alone_p"])]
         row += [number(at[key]) for key in ("recovered", "recovered_low", "recovered_high")]
         rows.append([name, *row, "CAUSAL" if at["member"] else ""])
-    return ["head", "cut alone", "p", "restored", "low", "high", ""], rows
+    return ["cut", result.details["metric"]["unit"], "p", "restored", "low", "high", ""], rows
 
 
 def _faithfulness(result: FaithfulnessResult) -> tuple[list[str], list[list[str]]]:
     details, rows = result.details, []
     labels = {claim.id: str(claim.evidence) for claim in result.claims}
-    for part, words, claim in (
-        ("faithfulness", "kept by the circuit", "circuit.faithful"),
-        ("left", "left without it", "circuit.complete"),
-    ):
+    for (part, words), claim in zip(_PARTS.items(), ("circuit.faithful", "circuit.complete")):
         found = details[part]
         row = [_or_dash(found[key]) for key in ("value", "low", "high", "random_mean")]
         rows.append([words, *row, "CAUSAL" if labels[claim] == "CAUSAL" else ""])

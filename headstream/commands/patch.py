@@ -13,9 +13,16 @@ import click
 from headstream.cli import Model, Options, Output, cli, common
 from headstream.commands.choices import Grouped, Names, Numbers, Positions, option
 from headstream.commands.cuts import Cuts
-from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
+from headstream.commands.shared import (
+    answer_and_write,
+    load_model,
+    read_pairs,
+    refuse_n_with_pairs,
+    require_room,
+    require_writable,
+)
 from headstream.commands.sweeps import Sweep
-from headstream.console import answer, complain, printable
+from headstream.console import complain, printable
 
 if TYPE_CHECKING:
     from headstream.analyses.patching.task import Task
@@ -65,7 +72,7 @@ _BELONGS = {
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Prompt pairs of a zoo task.",
+    help="Prompt pairs of a zoo task; of --pairs all are used.",
 )
 @option(_WHAT, "--metric", type=click.Choice(METRICS), help="What a patch or a cut is measured by.")
 @option(
@@ -210,6 +217,7 @@ def patch(
     headstream patch MODEL --circuit L0H1,L1H2      how much of the model these heads are
     """
     question = _question(context, asked)
+    refuse_n_with_pairs(context, "n", pairs)
     if output is not None:
         if Path(output).suffix not in (".json", ".html"):
             raise click.UsageError(f"'{output}' must end in .json or .html")
@@ -239,21 +247,38 @@ def patch(
         return 130
     command = _command(options, model, pairs, n, metric, question, asked)
     result = replace(result, provenance=replace(result.provenance, command=command))
-    lines = [*study.table(result), textwrap.fill(printable(result.summary()), 80)]
-    if output is not None:
-        lines.append(_write(result, output))
-    answer(result.to_json(), "\n".join(lines), as_json=options.as_json)
+    told = [result.summary(), *_why_not(study.why_not(result))]
+    lines = [*study.table(result), *(textwrap.fill(printable(text), 80) for text in told)]
+    answer_and_write(
+        options,
+        result.to_json(),
+        "\n".join(lines),
+        output,
+        lambda: _write(result, str(output)),
+    )
     return 0
+
+
+def _why_not(failed: dict[str, str]) -> list[str]:
+    """A line a reason, before it what it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [f"why not CAUSAL, {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
 def _question(context: click.Context, asked: dict[str, Any]) -> str:
     """Which of the four is asked; what belongs to another is refused."""
-    paths = asked["paths"] or asked["senders"] is not None or asked["receivers"] is not None
-    found = ["paths"] if paths else []
-    found += [name for name in ("cut", "redundant", "circuit") if asked[name]]
+    # Each by the option that asks it, as given.
+    found: dict[str, str] = {}
+    for name in ("receivers", "senders", "paths"):
+        if asked[name]:
+            found["paths"] = _FLAGS.get(name, f"--{name}")
+    found |= {name: f"--{name}" for name in ("cut", "redundant", "circuit") if asked[name]}
     if len(found) > 1:
-        raise click.UsageError(f"--{found[0]} and --{found[1]} ask two things; give one of them")
-    question = found[0] if found else "sites"
+        first, second, *_ = found.values()
+        raise click.UsageError(f"{first} and {second} ask two things; give one of them")
+    question, asks = next(iter(found.items()), ("sites", ""))
     for name, questions in _BELONGS.items():
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and question not in questions:
@@ -261,12 +286,12 @@ def _question(context: click.Context, asked: dict[str, Any]) -> str:
             if question == "sites":
                 raise click.UsageError(f"{flag} needs {_either(questions)}")
             raise click.UsageError(
-                f"{flag} does not go with --{question}; "
+                f"{flag} does not go with {asks}; "
                 + ("leave it out" if "sites" in questions else f"it needs {_either(questions)}")
             )
     if question != "sites" and question != "circuit" and asked["values"] == "pair":
         raise click.UsageError(
-            f"--values pair does not go with --{question}; give zero, mean or resample"
+            f"--values pair does not go with {asks}; give zero, mean or resample"
         )
     return question
 

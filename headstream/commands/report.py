@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from headstream.cli import Model, Options, Output, cli, common
-from headstream.commands.shared import load_model, read_pairs, require_room, require_writable
+from headstream.commands.shared import (
+    load_model,
+    read_pairs,
+    refuse_n_with_pairs,
+    require_room,
+    require_writable,
+    writing,
+)
 from headstream.console import answer, printable
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Prompt pairs of a zoo task.",
+    help="Prompt pairs of a zoo task; of --pairs all are used.",
 )
 @click.option(
     "--pairs",
@@ -49,7 +56,10 @@ if TYPE_CHECKING:
     help="Also save each result in this folder, to render again without the model.",
 )
 @common
+@click.pass_context
 def report(
+    context: click.Context,
+    /,
     options: Options,
     targets: tuple[str, ...],
     output: str,
@@ -65,6 +75,7 @@ def report(
     paths on the task that its card names, head census, induction, circuits, sinks, direct writes. A
     saved result (a .json file, or a folder of them) is rendered as it is, without the model.
     """
+    refuse_n_with_pairs(context, "n_pairs", pairs)
     if output == "-" and options.as_json:
         raise click.UsageError("-o - and --json both claim stdout; give one of them")
     if output != "-":
@@ -82,24 +93,38 @@ def report(
     found: list[Result] = [load_result(path) for path in saved]
     for name in fresh:
         found += _study(options, name, n_pairs, pairs)
-    if results is not None:
-        _save_all(found, Path(results))
     failed = any(claim.evidence == "FAILED" for result in found for claim in result.claims)
+    # What was found is said first: a disk that is full by now must not take it along.
     if output == "-":
         click.echo(render_report(found, title=title), nl=False)
-        return int(failed)
-    path = write_report(found, output, title=title)
-    body = path.read_bytes()
-    digest = hashlib.sha256(body).hexdigest()
+    elif not options.as_json:
+        for line in _findings(found):
+            click.echo(line)
     value = {
-        "path": str(path),
-        "bytes": len(body),
-        "sha256": digest,
+        "path": None,
+        "bytes": None,
+        "sha256": None,
         "findings": [result.summary() for result in found],
         "failed": failed,
     }
-    lines = [*_findings(found), f"{path}  {len(body):,} bytes  sha256 {digest}"]
-    answer(value, "\n".join(lines), as_json=options.as_json)
+    last = ""
+    try:
+        if results is not None:
+            with writing(results, options):
+                _save_all(found, Path(results))
+        if output != "-":
+            with writing(output, options):
+                path = write_report(found, output, title=title)
+                body = path.read_bytes()
+            digest = hashlib.sha256(body).hexdigest()
+            value |= {"path": str(path), "bytes": len(body), "sha256": digest}
+            last = f"{path}  {len(body):,} bytes  sha256 {digest}"
+    except click.exceptions.Exit:
+        if options.as_json:
+            answer(value, "", as_json=True)
+        raise
+    if output != "-":
+        answer(value, last, as_json=options.as_json)
     return int(failed)
 
 
@@ -128,9 +153,8 @@ def _study(options: Options, name: str, n_pairs: int, pairs: str | None) -> list
     task = None
     if pairs is not None:
         task = read_pairs(pairs, model, options)
-    words = ["headstream", "report", name, "--seed", str(options.seed), "-n", str(n_pairs)]
-    if pairs is not None:
-        words += ["--pairs", Path(pairs).name]
+    words = ["headstream", "report", name, "--seed", str(options.seed)]
+    words += ["-n", str(n_pairs)] if pairs is None else ["--pairs", Path(pairs).name]
     return standard_study(
         model,
         task=task,

@@ -11,8 +11,14 @@ from typing import Any
 import click
 
 from headstream.cli import Model, Options, Output, cli, common
-from headstream.commands.shared import load_model, number, require_writable
-from headstream.console import answer, printable, table
+from headstream.commands.shared import (
+    answer_and_write,
+    load_model,
+    number,
+    require_writable,
+    signed,
+)
+from headstream.console import printable, table
 
 
 @cli.command()
@@ -56,7 +62,8 @@ def sinks(
             at = data.sel(layer=layer, head=head)
             cells = [number(at[name]) for name in ("sink_mass", "sink_rate", "value_drain")]
             rows.append([f"L{layer}H{head}", *cells, *_cuts(at, "effect")])
-    rows.append(["all heads", "-", "-", "-", *_cuts(data, "together")])
+    if len(rows) > 1:
+        rows.append(["all heads", "-", "-", "-", *_cuts(data, "together")])
     header = ["head", "mass", "rate", "drain", "dropped", "control", "redistr.", "control"]
     notes = [
         f"chance of the mass {details['chance']:.3f}; rate at eps = {details['eps']:g}, "
@@ -67,11 +74,13 @@ def sinks(
         result.summary(),
     ]
     lines = [table(header, rows), *(textwrap.fill(printable(note), 80) for note in notes)]
-    if output is not None:
+
+    def write() -> str:
         from headstream.reports.write import write_report
 
-        lines.append(str(write_report([result], output)))
-    answer(result.to_json(), "\n".join(lines), as_json=options.as_json)
+        return str(write_report([result], str(output)))
+
+    answer_and_write(options, result.to_json(), "\n".join(lines), output, write)
 
 
 def _cuts(at: Any, variable: str) -> list[str]:
@@ -80,6 +89,6 @@ def _cuts(at: Any, variable: str) -> list[str]:
     for cut in ("dropped", "redistributed"):
         cell = at.sel(cut=cut)
         star = "*" if bool(cell[f"{variable}_causal"]) else ""
-        cells.append(f"{float(cell[variable]):+.3f}{star}")
-        cells.append(f"{float(cell[f'{variable}_control']):+.3f}")
+        cells.append(f"{signed(cell[variable])}{star}")
+        cells.append(signed(cell[f"{variable}_control"]))
     return cells

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from headstream.commands.shared import number
+from headstream.commands.shared import number, signed
 from headstream.console import answer, printable
 from headstream.console import table as columns
 
@@ -98,12 +98,12 @@ class Sweep:
         rows = [
             [
                 cell.label,
-                f"{cell.mean:+.3f}",
-                f"{cell.interval[0]:+.3f}",
-                f"{cell.interval[1]:+.3f}",
+                signed(cell.mean),
+                signed(cell.interval[0]),
+                signed(cell.interval[1]),
                 number(cell.normalized),
                 f"{cell.p_value:.4f}" if cell.p_value == cell.p_value else "-",
-                f"{cell.unrelated:+.3f}",
+                signed(cell.unrelated),
                 "CAUSAL" if cell.causal else "",
             ]
             for cell in cells
@@ -116,6 +116,14 @@ class Sweep:
         smaller = "smaller effects or none" if paths else "smaller effects"
         rest = [f"{hidden:,} more have {smaller}"] if hidden else []
         return [columns(header, rows), *rest]
+
+    def why_not(self, result: Any) -> dict[str, str]:
+        """What the largest effect lacks to be CAUSAL; nothing if it is."""
+        tested = [claim for claim in result.claims if claim.evidence in ("CAUSAL", "UNKNOWN")]
+        largest = max(tested, key=lambda claim: abs(claim.value or 0.0), default=None)
+        if largest is None or largest.evidence == "CAUSAL":
+            return {}
+        return {largest.id.split(".", 1)[1]: largest.reason}
 
     def _given(self) -> dict[str, Any]:
         """What the library's defaults do not decide."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headstream.cli import Options, Output, cli, common
-from headstream.commands.shared import require_room
+from headstream.commands.shared import require_room, writing
 from headstream.console import answer, table
 from headstream.models.zoo.registry import list_models
 
@@ -54,11 +54,10 @@ def train(
     wall, cpu = time.perf_counter(), time.process_time()
     model = run(recipe, seed=options.seed if given else None, progress=options.progress)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    save(model, target, overwrite=overwrite)
     card = model.card or {}
     sha256 = model.weights_sha256()
     value: dict[str, Any] = {
-        "path": str(target),
+        "path": None,
         "sha256": sha256,
         "shipped": sha256 in {shipped.weights_sha256 for shipped in list_models()},
         "seconds": round(wall, 1),
@@ -66,7 +65,18 @@ def train(
         "bars": bars_of(find_recipe(recipe), card),
         "card": card,
     }
-    answer(value, _in_full(value), as_json=options.as_json)
+    # What was measured is said first: a disk that is full by now must not take it along.
+    if not options.as_json:
+        click.echo(_measured(value))
+    try:
+        with writing(output, options):
+            save(model, target, overwrite=overwrite)
+    except click.exceptions.Exit:
+        if options.as_json:
+            answer(value, "", as_json=True)
+        raise
+    value["path"] = str(target)
+    answer(value, _saved(value), as_json=options.as_json)
     return 0 if all(bar["met"] for bar in value["bars"]) else 1
 
 
@@ -95,27 +105,30 @@ def decimals(value: float) -> str:
     return f"{value:.5f}".rstrip("0").rstrip(".")
 
 
-def _in_full(value: Mapping[str, Any]) -> str:
-    card, bars = value["card"], value["bars"]
-    name, recipe = card["name"], card["recipe"]
-    missed = sum(not bar["met"] for bar in bars)
+def _measured(value: Mapping[str, Any]) -> str:
+    name, recipe = value["card"]["name"], value["card"]["recipe"]
     lines = [
         f"{name}, trained for {recipe['steps']} steps from seed {recipe['seed']} "
         f"in {value['seconds']:.0f} s ({value['cpu_seconds']:.0f} s of CPU)",
         "",
-        bars_table(bars),
+        bars_table(value["bars"]),
         "",
     ]
-    path = value["path"]
+    return "\n".join(lines)
+
+
+def _saved(value: Mapping[str, Any]) -> str:
+    bars, path, name = value["bars"], value["path"], value["card"]["name"]
+    missed = sum(not bar["met"] for bar in bars)
     if missed:
-        lines += [
+        lines = [
             f"MISSED {missed} of {len(bars)}: this is not the {name} of the zoo.",
             f"It is saved to {path}, to be looked into, and its card says so.",
             f'Another --seed may do better; load("{name}") is the shipped one.',
         ]
     else:
         met = "The bar is met." if len(bars) == 1 else f"All {len(bars)} bars are met."
-        lines += [f"{met} Saved to {path}; to look at it:", f"  headstream report {path} -o FILE"]
+        lines = [f"{met} Saved to {path}; to look at it:", f"  headstream report {path} -o FILE"]
     if value["shipped"]:
         lines.append("Its weights are the shipped ones, bit for bit.")
     else:

@@ -138,6 +138,7 @@ def ablate(
         )
         for i, count in enumerate(counts)
     ]
+    details["failed"] = {name: words for name, words in zip(cuts, failed) if words}
     data["causal"] = ("cut", np.array([not words for words in failed]))
     return AblationResult(
         title=f"Heads of {model.name} cut",
@@ -189,7 +190,7 @@ def _claim(data: xr.Dataset, i: int, details: dict[str, Any], failed: list[str])
     who = name if len(heads) == 1 else f"{name} ({', '.join(heads)})"
     reason = "; ".join(failed) or (
         f"p = {float(data['p_value'].values[i]):.2g} (sign-flip, maximum over {details['family']} "
-        f"cuts); {mean:+.2f} {unit}, control {float(data['control'].values[i]):+.2f}"
+        f"cuts); {mean:+z.2f} {unit}, control {float(data['control'].values[i]):+z.2f}"
     )
     return Claim(
         f"cut.{name}",

@@ -155,6 +155,7 @@ def faithfulness(
         "all_sets": every_set,
         "random_sets": [names_of(other) for other in others],
         "p_values": [float(p) for p in flips.p_value],
+        "failed": {part: words for part, words in zip(parts, failed) if words},
     }
     data = xr.Dataset(
         {
@@ -248,7 +249,7 @@ def _claims(details: Mapping[str, Any], failed: list[list[str]]) -> tuple[Claim,
             f"no share: {refused}"
             if refused is not None
             else f"{100 * found['percentile']:.0f}% of {details['n_random']} other sets of "
-            f"{len(details['circuit'])} heads {than} (mean {found['random_mean']:.2f})"
+            f"{len(details['circuit'])} heads {than} (mean {found['random_mean']:z.2f})"
         )
         label = "; ".join(reasons) or f"p = {p_value:.2g} (sign-flip, maximum over 2)"
         claims.append(

@@ -34,7 +34,8 @@ class AblationResult(Result):
     """What each cut, of a head or of a set, does to the score of every prompt.
 
     `details`: values, how, metric, worse (the sign of a harmful effect), cuts (name -> heads),
-    control, family, self_cut_max and its bound, n.
+    control, family, self_cut_max and its bound, failed (by cut, the conditions of CAUSAL that it
+    fails), n.
     """
 
     kind: ClassVar[str] = "ablation"
@@ -57,7 +58,7 @@ class AblationResult(Result):
         causal = [i for i in order if data["causal"].values[i] and harm[i] > 0]
 
         def worded(i: int) -> str:
-            return f"{data['cut'].values[i]} ({data['mean'].values[i]:+.2f} {unit})"
+            return f"{data['cut'].values[i]} ({data['mean'].values[i]:+z.2f} {unit})"
 
         how = details["values"] + (
             ", every head attending as before" if details["how"] == "pattern_preserving" else ""
@@ -87,7 +88,8 @@ class RedundancyResult(Result):
     """A set of heads, cut together, one by one, and all but one.
 
     `details`: set (names), values, how, metric, worse, joint (mean, low, high, p_value, control,
-    causal), least (the share that a member must recover), family, control, n.
+    causal), least (the share that a member must recover), family, control, failed (the conditions
+    of CAUSAL that the set fails), n.
     """
 
     kind: ClassVar[str] = "redundant_set"
@@ -108,10 +110,10 @@ class RedundancyResult(Result):
         unit, noun, n = *map(self.details["metric"].get, ("unit", "noun")), data.sizes["example"]
         alone = self.details["worse"] * data["alone_mean"].values
         most = int(np.argmax(alone))
-        took = f"cutting all {len(alone)} heads moves it by {joint['mean']:+.2f} {unit}"
+        took = f"cutting all {len(alone)} heads moves it by {joint['mean']:+z.2f} {unit}"
         single = (
             f"the most harmful cut of one, {data['head'].values[most]}, by "
-            f"{data['alone_mean'].values[most]:+.2f}"
+            f"{data['alone_mean'].values[most]:+z.2f}"
         )
         if not joint["causal"]:
             return f"the set is not shown to be needed for {noun}: {took}, {single} (n = {n})"
@@ -134,7 +136,7 @@ class FaithfulnessResult(Result):
 
     `details`: circuit (names), choices (the six that the number depends on), faithfulness
     and left (value, low, high, random_mean, percentile, at_least), refused, n_random, all_sets,
-    metric, n.
+    metric, failed (by part, the conditions of CAUSAL that it fails), n.
     """
 
     kind: ClassVar[str] = "faithfulness"
@@ -160,12 +162,12 @@ class FaithfulnessResult(Result):
         kept, left = details["faithfulness"], details["left"]
 
         def worded(part: dict[str, float]) -> str:
-            return f"{part['value']:.2f} [{part['low']:.2f}, {part['high']:.2f}]"
+            return f"{part['value']:z.2f} [{part['low']:z.2f}, {part['high']:z.2f}]"
 
         return (
             f"{heads} keeps {worded(kept)} of {details['metric']['noun']}, more than "
             f"{100 * kept['percentile']:.0f}% of {details['n_random']} other sets of its size "
-            f"(mean {kept['random_mean']:.2f}); without it {worded(left)} is left, less than "
+            f"(mean {kept['random_mean']:z.2f}); without it {worded(left)} is left, less than "
             f"without {100 * left['percentile']:.0f}% of them ({details['values']}, n = {n})"
         )
 

@@ -136,6 +136,7 @@ def redundant_set(
         "control": opened.control_words,
         "family": int(flips.family.sum()),
         "examples": opened.examples,
+        "failed": {"the set": failed} if failed else {},
     }
     return RedundancyResult(
         title=f"A set of {count} heads of {model.name}, cut together and one by one",
@@ -167,7 +168,7 @@ def _claims(data: xr.Dataset, details: Mapping[str, Any], failed: list[str]) -> 
     needed = "is needed for" if details["worse"] * joint["mean"] > 0 else "works against"
     whole = "; ".join(failed) or (
         f"p = {joint['p_value']:.2g} (sign-flip, maximum over {details['family']} cuts); "
-        f"{joint['mean']:+.2f} {unit}, control {joint['control']:+.2f}"
+        f"{joint['mean']:+z.2f} {unit}, control {joint['control']:+z.2f}"
     )
     together = Claim(
         "set",
@@ -195,9 +196,9 @@ def _member(data: xr.Dataset, i: int, details: Mapping[str, Any], n: int, unprov
         reason = "the cut took nothing, so there is nothing to recover"
     else:
         reason = (
-            f"with all of the set cut, restoring it alone recovers {100 * share:.0f}% of what the "
+            f"with all of the set cut, restoring it alone recovers {100 * share:z.0f}% of what the "
             f"cut took, {'at least' if member else 'less than'} {percent}; cut alone it moves "
-            f"{alone:+.2f} {unit}"
+            f"{alone:+z.2f} {unit}"
         )
     ends = (float(data["recovered_low"].values[i]), float(data["recovered_high"].values[i]))
     return Claim(

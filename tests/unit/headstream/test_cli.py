@@ -259,6 +259,10 @@ def test_sinks_of_a_model_without_a_task(folder: Path, capsys: Captured) -> None
         (["heads", "constructed-induction", "--seed", "-1"], "-1 is not in the range 0<=x<=42949"),
         (["heads", "constructed-induction", "--seed", str(10**23)], "is not in the range 0<=x<="),
         (["report", "constructed-induction", "-o", "x.html", "-n", "0"], "0 is not in the range"),
+        (
+            ["report", "constructed-or", "-o", "x.html", "-n", "9", "--pairs", __file__],
+            "-n does not go with --pairs, of which all are used; leave it out",
+        ),
         (["sinks", "constructed-induction", "-n", "-3"], "-3 is not in the range x>=1"),
         (
             ["report", "induction-2l", "induction-2l", "-o", "x.html"],

@@ -135,6 +135,23 @@ def test_a_page_of_the_pattern(where: list[str], tmp_path: Path, capsys: Capture
     assert 'class="broken"' not in text
 
 
+def test_the_condition_that_the_largest_effect_fails(capsys: Captured) -> None:
+    why = "why not CAUSAL, L0H0: n = 4, and at least 6 pairs are needed; more would settle"
+    assert run(["patch", "constructed-or", "-n", "4", "-q"]) == 0
+    assert why in capsys.readouterr().out
+    assert run(["patch", "constructed-or", "-n", "4", "--paths", "-q"]) == 0
+    assert "why not CAUSAL, embed->L0H0.v: n = 4, and at" in capsys.readouterr().out
+    assert run(["patch", "constructed-or", "-n", "16", "-q"]) == 0
+    assert "why not" not in capsys.readouterr().out
+
+
+def test_what_one_pair_cannot_say_is_a_dash(capsys: Captured) -> None:
+    assert run(["patch", "constructed-or", "-n", "1", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split() == ["L0H0", "+10.000", "-", "-", "1.000", "-", "-"]
+    assert "nan" not in out
+
+
 class TestDryRun:
     def test_says_the_cost_and_runs_nothing(
         self, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -236,6 +253,7 @@ def test_workers(capsys: Captured) -> None:
         (["-o", "no/such/z.json"], "folder 'no/such' does not exist"),
         (["--resume", ""], "the folder of --resume is empty"),
         (["--pairs", "none.jsonl"], "'none.jsonl' does not exist"),
+        (["--pairs", __file__, "-n", "3"], "-n does not go with --pairs, of which all are used;"),
     ],
 )
 def test_usage_errors(

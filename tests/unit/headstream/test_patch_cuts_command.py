@@ -24,7 +24,7 @@ def printed_rows(capsys: Captured) -> dict[str, list[str]]:
     assert printed.err == ""
     lines = printed.out.splitlines()
     assert max(map(len, lines)) <= 80
-    return {line.split()[0]: line.split()[1:] for line in lines[1:] if line[:1] == "L"}
+    return {line.split()[0]: line.split()[1:] for line in lines[1:] if line[:1] in ("L", "a")}
 
 
 def test_choices_are_those_of_the_library() -> None:
@@ -71,7 +71,39 @@ def test_an_or_of_two_heads_shows_only_together(capsys: Captured) -> None:
     said = ["patch", "constructed-or", "--redundant", "L0H0,L0H1,L0H2", "-n", "32", "-q"]
     assert run(said) == 0
     rows = printed_rows(capsys)
-    assert [name for name, row in rows.items() if row[-1] == "CAUSAL"] == ["L0H0", "L0H2"]
+    assert [name for name, row in rows.items() if row[-1] == "CAUSAL"] == ["all", "L0H0", "L0H2"]
+
+
+def test_the_set_has_a_row_and_its_condition_is_told(capsys: Captured) -> None:
+    for model, alone in (("constructed-or", "+0.000"), ("constructed-and", "-5.000")):
+        assert run(["patch", model, "-n", "8", "--redundant", "L0H0,L0H2", "-q"]) == 0
+        out = capsys.readouterr().out
+        header, whole, first, *_ = (line.split() for line in out.splitlines())
+        assert header == ["cut", "nats", "p", "restored", "low", "high"]
+        assert whole == ["all", "of", "them", "-5.000", "0.1250", "-", "-", "-"]
+        assert first[1] == alone
+        why = "why not CAUSAL, the set: p = 0.12 with the maximum over the grid is above 0.05;"
+        assert why in out
+        assert "-0.000" not in out, "zero has no sign"
+
+
+def test_the_condition_that_a_cut_fails(capsys: Captured) -> None:
+    assert run(["patch", "constructed-or", "-n", "8", "--cut", "L0H0,L0H2", "-q"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "why not CAUSAL, L0H0, L0H2: its effects are zero to rounding; the same cut" in out
+    assert "why not CAUSAL, L0H0+L0H2: p = 0.12 with the maximum over the grid" in out
+    # Of all heads the largest, if none is.
+    assert run(["patch", "constructed-and", "-n", "4", "--cut", "heads", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "why not CAUSAL, L0H0: n = 4, and at least 6 pairs are needed" in out
+    assert out.count("why not") == 1
+    assert run(["patch", "constructed-and", "-n", "16", "--cut", "heads", "-q"]) == 0
+    assert "why not" not in capsys.readouterr().out
+    assert run(["patch", MODEL, "-n", "4", "--circuit", "L0H1,L1H2", "-q"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "why not CAUSAL, kept by the circuit, left without it: n = 4, and at least 6" in out
+    assert run(["patch", "constructed-and", "-n", "1", "--cut", "heads", "-q"]) == 0
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_a_circuit(capsys: Captured) -> None:

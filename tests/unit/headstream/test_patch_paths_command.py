@@ -153,12 +153,14 @@ def test_workers(capsys: Captured) -> None:
     ("arguments", "words"),
     [
         (["--paths", "--site", "q"], "--site does not go with --paths; leave it out"),
-        (["--from", "L0H1", "--layers", "1"], "--layers does not go with --paths; leave it out"),
-        (["--to", "logits", "--values", "zero"], "--values does not go with --paths; leave it out"),
+        (["--from", "L0H1", "--layers", "1"], "--layers does not go with --from; leave it out"),
+        (["--to", "logits", "--values", "zero"], "--values does not go with --to; leave it out"),
         (["--paths", "--how", "full"], "--how does not go with --paths; it needs --cut or --redun"),
         (["--no-freeze-mlps"], "--freeze-mlps/--no-freeze-mlps needs --paths"),
         (["--from", "L0H1,"], "expected names like L0H1,L1H2, got 'L0H1,'"),
         (["--to", "--seed"], "expected names like L0H1,L1H2, got '--seed'"),
+        (["--from", "L0H0", "--site", "z"], "--site does not go with --from; leave it out"),
+        (["--to", "logits", "--cut", "L0H1"], "--to and --cut ask two things; give one of them"),
         (["--paths", "--cut", "L0H1"], "--paths and --cut ask two things; give one of them"),
     ],
 )
