@@ -224,12 +224,13 @@ def _figure(
     hidden = ["numbers, which are in the table"] if n > 20 else []
     if empty:
         hidden.append(f"{empty} scores that are not defined (grey)")
+    heads = "1 head" if n == 1 else f"{n} heads"
     sizes = f"n = {item.details.get('n', 'not given')} sequences"
     return Figure(
         id=f"figure-{item.anchor}",
         name="Scores of every head",
         alt=_alt(scores, names, flat),
-        caption=f"Scores of {n} {'head' if n == 1 else 'heads'}, {sizes}. Scale −{formats.short(limit)} to "
+        caption=f"Scores of {heads}, {sizes}. Scale −{formats.short(limit)} to "
         f"+{formats.short(limit)}. Stroke: the interval reaches down to chance, or below. "
         + (f"Not shown: {'; '.join(hidden)}." if hidden else "Nothing is hidden."),
         spec=drawing.spec,
