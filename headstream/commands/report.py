@@ -6,7 +6,7 @@ import hashlib
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -100,7 +100,7 @@ def report(
     elif not options.as_json:
         for line in _findings(found):
             click.echo(line)
-    value = {
+    value: dict[str, Any] = {
         "path": None,
         "bytes": None,
         "sha256": None,
