@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from headstream.cli import Model, Options, Output, cli, common
-from headstream.commands.shared import load_model, number, require_writable
-from headstream.console import answer, printable, table
+from headstream.commands.shared import answer_and_write, load_model, number, require_writable
+from headstream.console import printable, table
 
 
 @cli.command()
@@ -105,8 +105,10 @@ def induction(
         result.summary(),
     ]
     lines = [table(header, rows), *(textwrap.fill(printable(note), 80) for note in notes)]
-    if output is not None:
+
+    def write() -> str:
         from headstream.reports.write import write_report
 
-        lines.append(str(write_report([result], output)))
-    answer(result.to_json(), "\n".join(lines), as_json=options.as_json)
+        return str(write_report([result], str(output)))
+
+    answer_and_write(options, result.to_json(), "\n".join(lines), output, write)
