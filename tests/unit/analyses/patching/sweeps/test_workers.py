@@ -258,7 +258,16 @@ INTERRUPTED = """
 """
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that runs the tests in the background has SIGINT ignored, in what they start too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("workers", ["new", "begun"])
 def test_ctrl_c_ends_workers_at_once_and_without_a_word(workers: str) -> None:
     """New workers are amidst their imports, where an interrupt prints a traceback each."""
@@ -270,11 +279,16 @@ def test_ctrl_c_ends_workers_at_once_and_without_a_word(workers: str) -> None:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "sent\n"
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=50)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sent\n"
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert err == ""
     words = out.split(maxsplit=2)
     # The work would take a minute; on a busy machine the processes themselves take seconds to end.
@@ -284,6 +298,7 @@ def test_ctrl_c_ends_workers_at_once_and_without_a_word(workers: str) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_is_held_while_a_process_starts() -> None:
     told = []
 
