@@ -254,7 +254,11 @@ INTERRUPTED = """
                 for future in sent:
                     future.cancel()
     except KeyboardInterrupt:
-        print("stopped", time.monotonic() - began, [one.is_alive() for one in pool._begun])
+        took = time.monotonic() - began
+        # The pool's own thread may be the one that is told of an end, a moment before we can ask.
+        while any(one.is_alive() for one in pool._begun) and time.monotonic() < began + 20:
+            time.sleep(0.01)
+        print("stopped", took, [one.is_alive() for one in pool._begun])
 """
 
 
