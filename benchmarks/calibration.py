@@ -1,7 +1,8 @@
 """Whether patching's labels and intervals keep their promises, on models whose circuit is known.
 
     python benchmarks/calibration.py               everything, about a quarter of an hour
-    python benchmarks/calibration.py null power    some parts: null, signs, coverage, power, gates
+    python benchmarks/calibration.py null power    some parts: null, signs, shapes, coverage,
+                                                   power, gates
     THREADS=1 python ...                           two by default
 
     null      reports on pairs of which clean and corrupted are swapped by a fair coin, answers
@@ -11,6 +12,7 @@
     signs     the test alone, without the control that can only take labels away, where other things
               are replaced: signs of the effects by a coin, the null for which sign-flipping is
               exact, and pairs swapped by a coin
+    shapes    how often the 95% intervals hold the mean of effects drawn from a distribution
     coverage  how often the 95% intervals hold the mean of the 4,096 pairs they are drawn from
     power     which heads `patch` labels, over fresh pairs, and which `redundant_set` adds
     gates     what denoising and noising say of the heads of an AND and of an OR
@@ -408,7 +410,29 @@ def gates() -> Iterator[Row]:
         )
 
 
-PARTS = {"null": null, "signs": signs, "coverage": coverage, "power": power, "gates": gates}
+def shapes() -> Iterator[Row]:
+    """Of effects of a known mean: even ones, skewed ones, and ones of which few carry the mean."""
+    rng = np.random.default_rng(0)
+    for name, draw, mean in (
+        ("normal", lambda size: rng.normal(1.0, 1.0, size), 1.0),
+        ("exponential", lambda size: rng.exponential(1.0, size), 1.0),
+        ("lognormal", lambda size: rng.lognormal(0.0, 1.0, size), np.exp(0.5)),
+    ):
+        found = []
+        for n in (6, 8, 16, 32, 64):
+            low, high = inference.mean_interval(draw((MEANS, n)))
+            found.append(f"{np.mean((low <= mean) & (mean <= high)):.3f} at {n}")
+        yield Row(f"coverage of the mean of {name} effects", "", ", ".join(found))
+
+
+PARTS = {
+    "null": null,
+    "signs": signs,
+    "shapes": shapes,
+    "coverage": coverage,
+    "power": power,
+    "gates": gates,
+}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from headstream.analyses.patching.paths.hooks import sender_hook, writes
 from headstream.analyses.patching.paths.plan import PathBlock, PathPlan
 from headstream.analyses.patching.paths.receivers import Receiver, received
 from headstream.analyses.patching.sites import plan as plan_grid
-from headstream.analyses.patching.suffix.band import Band
+from headstream.analyses.patching.suffix.band import BAND_ROWS, Band
 from headstream.analyses.patching.suffix.layers import layers_of
 from headstream.analyses.patching.suffix.spread import Spread
 from headstream.analyses.patching.suffix.state import (
@@ -41,9 +41,6 @@ from headstream.analyses.patching.suffix.state import (
 )
 from headstream.models.decoder import Decoder
 from headstream.models.errors import HookError
-
-# Positions that are run together, as in the suffix engine.
-BAND_ROWS = 2048
 
 
 class PathSweep:

@@ -14,6 +14,10 @@ from headstream.analyses.patching.suffix.layers import Layer
 if TYPE_CHECKING:
     from headstream.analyses.patching.suffix.writes import Writes
 
+# Positions that are run together: products of this many rows are fast, and what is between them
+# stays in the cache. Measured on two cores, and not sharp.
+BAND_ROWS = 2048
+
 
 @dataclass(frozen=True)
 class Band:

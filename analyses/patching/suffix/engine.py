@@ -25,7 +25,7 @@ from torch import Tensor
 from headstream.analyses.patching.measured import measure
 from headstream.analyses.patching.site_sets import SetGrid
 from headstream.analyses.patching.sites import Grid, Site
-from headstream.analyses.patching.suffix.band import Band
+from headstream.analyses.patching.suffix.band import BAND_ROWS, Band
 from headstream.analyses.patching.suffix.entry import STAYS, enter_key_or_value, enter_rows, entered
 from headstream.analyses.patching.suffix.layers import layers_of
 from headstream.analyses.patching.suffix.sets import run_set
@@ -41,9 +41,6 @@ from headstream.analyses.patching.sweep_plan import Block, SweepPlan
 from headstream.models.decoder import Decoder
 from headstream.models.errors import HookError
 
-# Positions that are run together: products of this many rows are fast, and what is between them
-# stays in the cache. Measured on two cores, and not sharp.
-BAND_ROWS = 2048
 # How much further than the shortest suffix of a band its longest may reach, as a part of it.
 BAND_WASTE = 0.2
 # What a run costs of which only one row is run, as a part of a row for each key of it.

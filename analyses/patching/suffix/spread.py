@@ -1,7 +1,8 @@
 """How a change at one position spreads: the layers after a patched site.
 
 layer l      the site: its output differs at position p only              (`entry`)
-layer l+1    p alone has a new query, key and value; later rows see one key change (`one_key`)
+layer l+1    p alone has a new query, key and value; later rows see one key change (`one_key`,
+             or `writes` where that pays)
 from l+2 on  every position from p on differs: the suffix is recomputed, and reads the
              unpatched run's keys and values before it
 last layer   keys and values on the suffix, the rest only where the metric reads
@@ -34,7 +35,11 @@ OWN_SCORES = 2**16
 
 @dataclass(frozen=True)
 class Spread:
-    """The layers of a model and the unpatched run that patches start from."""
+    """The layers of a model and the unpatched run that patches start from.
+
+    Attributes:
+        kept: what the heads of a layer write in that run, for the layer last asked for.
+    """
 
     layers: list[Layer | None]
     base: BaseRun
@@ -56,7 +61,9 @@ class Spread:
             projected = layer.projected(new.flatten(0, 1)[:, None], place)
             q, k, v = (x[:, 0].unflatten(0, new.shape[:2]) for x in projected)
             z = own_row(self.base, layer, q, k, v, part)
-            found.append((k, v, layer.attended_(new.contiguous().clone(), z)))
+            found.append(
+                (k, v, layer.attended_(new.clone(memory_format=torch.contiguous_format), z))
+            )
         k, v, mid = (torch.cat(kind) for kind in zip(*found))
         rows = int((band.read + 1 - band.at).sum())
         if not pays(self.base, layer, units, rows):

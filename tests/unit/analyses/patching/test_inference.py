@@ -197,11 +197,21 @@ class TestIntervals:
         # Both kinds decide an end here, so that neither could be left out.
         assert (low[0] < bca.low) != (high[0] > bca.high)
 
-    def test_few_prompts_of_heavy_tails_are_covered(self) -> None:
-        """BCa alone holds 0.78 of these means (1,000 simulations, standard error 0.012)."""
+    def test_few_prompts_of_heavy_tails_are_covered_better_than_by_bca(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """0.841 of 1,000 means against 0.803 by BCa alone; a share's standard error is 0.012, and
+        both are of the same draws."""
         effects = np.random.default_rng(12).lognormal(size=(1000, 8))
-        low, high = inference.mean_interval(effects)
-        assert 0.82 <= np.mean((low <= np.exp(0.5)) & (high >= np.exp(0.5))) <= 0.97
+
+        def covered() -> float:
+            low, high = inference.mean_interval(effects)
+            return float(np.mean((low <= np.exp(0.5)) & (high >= np.exp(0.5))))
+
+        both = covered()
+        monkeypatch.setattr(inference, "_around_t", lambda ends, values, gaps: ends)
+        assert both >= covered() + 0.02
+        assert 0.82 <= both <= 0.97
 
     def test_a_cell_has_the_same_interval_in_any_grid(
         self, monkeypatch: pytest.MonkeyPatch

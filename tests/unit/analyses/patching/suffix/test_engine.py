@@ -13,7 +13,8 @@ import torch
 from headstream.analyses.patching.engines import open_sweep
 from headstream.analyses.patching.site_sets import At
 from headstream.analyses.patching.sites import SITES
-from headstream.analyses.patching.suffix import one_key
+from headstream.analyses.patching.suffix import one_key, spread
+from headstream.analyses.patching.suffix.writes import after_new_key
 from headstream.analyses.patching.sweep_plan import SweepPlan, blocks
 from headstream.analyses.patching.task import Task
 from headstream.models.config import DecoderConfig
@@ -188,3 +189,36 @@ def test_half_precision_at_every_site(site: str, values: str) -> None:
         expected = swept(model, plan, "hooks")
         np.testing.assert_allclose(swept(model, plan), expected, rtol=0, atol=0.05)
         assert np.abs(expected).max() > 0.05
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_long_suffixes_go_by_what_heads_write(
+    monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    """At a shape where it pays, that way is taken, and gives the definition's numbers."""
+    config = DecoderConfig(
+        n_layers=3,
+        n_heads=2,
+        d_model=32,
+        d_head=8,
+        d_mlp=64,
+        d_vocab=11,
+        n_ctx=24,
+        positions=positions,
+        attn_bias=True,
+        mlp_bias=True,
+    )
+    model = Decoder(config, seed=2, dtype=torch.float64)
+    clean = torch.randint(0, 11, (2, 24), generator=torch.Generator().manual_seed(0))
+    plan = SweepPlan(Task(clean, (clean + 1) % 11, 1, 2), "z", positions="each")
+    taken = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        taken.append(arguments)
+        return after_new_key(*arguments)
+
+    monkeypatch.setattr(spread, "after_new_key", counted)
+    expected = swept(model, plan, "hooks")
+    np.testing.assert_allclose(swept(model, plan), expected, rtol=0, atol=1e-10)
+    assert taken
+    assert np.abs(expected).max() > 1e-3
