@@ -20,8 +20,14 @@ from headstream.analyses.patching.words import all_zero, opposed, second_effect,
 # How many sites without the label are still named, the largest effects first.
 NOTABLE = 3
 
-# What the 95% intervals were found to cover by number of prompts: of lognormal effects, of normal.
-_COVERAGE = ((12, "0.85 to 0.95"), (24, "0.90 to 0.95"), (64, "0.92 to 0.95"))
+# What the 95% intervals cover below a number of prompts, of lognormal effects and of normal ones
+# (`benchmarks/calibration.py shapes`, at 6, 8, 16 and 32).
+_COVERAGE = (
+    (8, "0.81 to 0.95"),
+    (16, "0.85 to 0.95"),
+    (32, "0.89 to 0.95"),
+    (64, "0.93 to 0.95"),
+)
 
 
 def causal_cells(data: xr.Dataset, details: Mapping[str, Any]) -> xr.DataArray:

@@ -198,19 +198,19 @@ class TestLabels:
             (5, "5 pairs: effects and their ranges only, no p-value and no label below 6"),
             (
                 6,
-                "6 pairs: 95% intervals cover 0.85 to 0.95, less where few pairs carry the effect",
+                "6 pairs: 95% intervals cover 0.81 to 0.95, less where few pairs carry the effect",
             ),
             (
                 16,
-                "16 pairs: 95% intervals cover 0.90 to 0.95, less where few pairs carry the effect",
+                "16 pairs: 95% intervals cover 0.89 to 0.95, less where few pairs carry the effect",
             ),
             (
                 32,
-                "32 pairs: 95% intervals cover 0.92 to 0.95, less where few pairs carry the effect",
+                "32 pairs: 95% intervals cover 0.93 to 0.95, less where few pairs carry the effect",
             ),
             (
                 63,
-                "63 pairs: 95% intervals cover 0.92 to 0.95, less where few pairs carry the effect",
+                "63 pairs: 95% intervals cover 0.93 to 0.95, less where few pairs carry the effect",
             ),
             (64, None),
         ],
