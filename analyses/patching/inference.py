@@ -163,7 +163,8 @@ def mean_interval(
     out to that of Student's t interval where that reaches further. BCa alone covers 0.84 at n = 8,
     0.90 at 16 and 0.92 at 32, and with heavy tails 0.90 at 64; this covers normal effects 0.95 from
     n = 6 on, exponential ones 0.90 at 8, 0.93 at 16 and 0.95 at 64, lognormal ones 0.85, 0.89 and
-    0.93 (`benchmarks/calibration.py shapes`). Below 6 prompts it is the range of the effects, and NaN for a single prompt.
+    0.93 (`benchmarks/calibration.py shapes`). Below 6 prompts it is the range of the effects, and
+    NaN for a single prompt.
     """
     return _by_prompts(effects, None, lambda values, axis: np.mean(values, axis=axis), seed)
 
